@@ -1,0 +1,186 @@
+"""Where every tensor of a state lies in one flat run of bytes, and how that run is cut into chunks.
+
+A layout is content-addressed: its hash is the xxh3-128 of its canonical JSON. It is planned once
+(``stepwell.pipeline.plan``) and reused while names, shapes and dtypes stay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import xxhash
+
+from stepwell.errors import FormatError
+from stepwell.pipeline.base import Kind
+
+__all__ = ["ITEM_BYTES", "Layout", "LayoutChunk", "Piece", "TensorSpec"]
+
+ITEM_BYTES: Mapping[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+"""Bytes per element of every dtype that can be saved, by torch name; all others are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a state.
+
+    Attributes
+    ----------
+    name : str
+        ``/``-separated place in the state, e.g. ``model/h.0.weight`` or
+        ``optim/state/h.0.weight/exp_avg``. Data, never a path: see ``stepwell.stores.keys``.
+    shape : tuple of int
+    dtype : str
+        torch name without the prefix, a key of ``ITEM_BYTES``.
+    kind : Kind
+    group : str
+        Tensors of different groups never share a chunk (``"optim:0"`` = optimizer optim,
+        parameter group 0; ``""`` for none).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+    group: str = ""
+
+    @property
+    def element_count(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the dense, contiguous tensor."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, stop) of one tensor, `offset_bytes` into its chunk."""
+
+    tensor: int
+    start: int
+    stop: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChunk:
+    """A contiguous run of the layout: pieces of one kind, dtype and group."""
+
+    kind: Kind
+    dtype: str
+    offset_bytes: int
+    size_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors, chunks, and the total length in bytes.
+
+    A tensor's bytes are contiguous in the run: ``tensor_offsets[i]`` is where tensor i begins,
+    a multiple of 64. Gaps are padding and hold zeros.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    chunks: tuple[LayoutChunk, ...]
+    size_bytes: int
+
+    @cached_property
+    def tensor_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each tensor from the start of the run."""
+        offsets = [0] * len(self.tensors)
+        for chunk in self.chunks:
+            for piece in chunk.pieces:
+                if piece.start == 0:
+                    offsets[piece.tensor] = chunk.offset_bytes + piece.offset_bytes
+        return tuple(offsets)
+
+    @cached_property
+    def index_of(self) -> Mapping[str, int]:
+        """Tensor index by name."""
+        return {spec.name: i for i, spec in enumerate(self.tensors)}
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """Canonical JSON, what is stored and hashed."""
+        document = {
+            "format": 1,
+            "tensors": [[t.name, list(t.shape), t.dtype, str(t.kind), t.group] for t in self.tensors],
+            "chunks": [
+                [
+                    str(c.kind),
+                    c.dtype,
+                    c.offset_bytes,
+                    c.size_bytes,
+                    [[p.tensor, p.start, p.stop, p.offset_bytes] for p in c.pieces],
+                ]
+                for c in self.chunks
+            ],
+            "size_bytes": self.size_bytes,
+        }
+        return json.dumps(document, separators=(",", ":"), sort_keys=True, ensure_ascii=True).encode()
+
+    @cached_property
+    def hash(self) -> str:
+        """xxh3-128 of ``encoded``, hexadecimal."""
+        return xxhash.xxh3_128_hexdigest(self.encoded)
+
+    @classmethod
+    def decode(cls, data: bytes, expected_hash: str) -> Layout:
+        """Read a stored layout back.
+
+        Raises
+        ------
+        FormatError
+            The bytes do not have the hash that names them, or are not a layout.
+        """
+        if xxhash.xxh3_128_hexdigest(data) != expected_hash:
+            raise FormatError(f"layout {expected_hash}: the stored bytes have another checksum")
+        try:
+            document = json.loads(data)
+            if document["format"] != 1:
+                raise FormatError(f"layout {expected_hash}: format {document['format']} is newer than 1")
+            return cls(
+                tensors=tuple(
+                    TensorSpec(name, tuple(shape), dtype, Kind(kind), group)
+                    for name, shape, dtype, kind, group in document["tensors"]
+                ),
+                chunks=tuple(
+                    LayoutChunk(
+                        Kind(kind), dtype, offset, size, tuple(Piece(*piece) for piece in pieces)
+                    )
+                    for kind, dtype, offset, size, pieces in document["chunks"]
+                ),
+                size_bytes=document["size_bytes"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"layout {expected_hash}: not a layout ({error})") from error

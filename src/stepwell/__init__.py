@@ -1,0 +1,1 @@
+"""Fault-tolerant, tiered checkpointing for PyTorch training."""
