@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from stepwell.config_faults import did_you_mean, plugin_names
+from stepwell.config.faults import did_you_mean, plugin_names
 
 __all__ = ["DEFAULT_PIPELINE", "StageConfig", "check_order"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from stepwell.config_faults import KeyPath, Place, did_you_mean
+from stepwell.config.faults import KeyPath, Place, did_you_mean
 from stepwell.errors import ConfigError
 
 if TYPE_CHECKING:
