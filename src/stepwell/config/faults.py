@@ -95,12 +95,12 @@ def _located(loc: KeyPath, model: type[BaseModel]) -> tuple[KeyPath, tuple[str, 
     """Return the path as a person wrote it and the fields of the model it leads into."""
     fields = tuple(model.model_fields)
     if len(loc) >= 3 and loc[0] == "tiers" and loc[2] in TAGS:
-        from stepwell import config
+        from stepwell.config import tiers
 
         models: dict[str | int, type[BaseModel]] = {
-            "memory": config.MemoryTier,
-            "directory": config.DirectoryTier,
-            "plugin": config.PluginTier,
+            "memory": tiers.MemoryTier,
+            "directory": tiers.DirectoryTier,
+            "plugin": tiers.PluginTier,
         }
         fields = tuple(models[loc[2]].model_fields)
         loc = (*loc[:2], *loc[3:])

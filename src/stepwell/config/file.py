@@ -22,6 +22,8 @@ SUFFIXES = (".yaml", ".yml", ".toml")
 FILE_BYTES_MAX = 1 << 20  # a configuration is a page; anything larger is another file by mistake
 NODES_MAX = 10_000  # aliases may repeat a node without limit; a configuration has a few dozen
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://|(file):", re.IGNORECASE)  # "a:b" is a plain name
+
 
 def local_path(source: str) -> Path:
     """Return the absolute path that a plain path or a ``file:`` URL names.
@@ -33,11 +35,12 @@ def local_path(source: str) -> Path:
     """
     if not source or "\0" in source:
         raise ValueError("a path must not be empty or contain NUL")
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):", source)
+    scheme = _SCHEME.match(source)
     if scheme is None:
         return Path(os.path.abspath(os.path.expanduser(source)))
-    if scheme[1].lower() != "file":
-        raise ValueError(f"{source}: only plain paths and file: URLs can be opened, not {scheme[1]}:")
+    name = (scheme[1] or scheme[2]).lower()
+    if name != "file":
+        raise ValueError(f"{source}: only plain paths and file: URLs can be opened, not {name}:")
     parts = urlsplit(source)
     if parts.netloc not in ("", "localhost"):
         raise ValueError(f"{source}: a file: URL names no other machine; write file:///path")
@@ -108,8 +111,11 @@ def _anchor_paths(tree: dict[str, object], directory: Path) -> None:
     for tier in tiers if isinstance(tiers, list) else ():
         for key in ("path", "directory"):
             value = tier.get(key) if isinstance(tier, dict) else None
-            if isinstance(value, str) and value and not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:|~", value):
+            if isinstance(value, str) and value and not (_SCHEME.match(value) or value.startswith("~")):
                 tier[key] = str(directory / value)
+
+
+_YAML_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
 def _parse_yaml(text: str, source: str) -> tuple[object, dict[KeyPath, int]]:
@@ -119,11 +125,7 @@ def _parse_yaml(text: str, source: str) -> tuple[object, dict[KeyPath, int]]:
     class Loader(yaml.SafeLoader):
         """The safe loader, with YAML 1.2's floats: PyYAML alone reads ``1e3`` as a string."""
 
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _YAML_FLOAT, list("-+0123456789"))
     loader = Loader(text)
     try:
         node = loader.get_single_node()

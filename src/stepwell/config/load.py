@@ -84,7 +84,5 @@ def show_config(config: Config) -> str:
 def _tier_written(tier: TierConfig) -> dict[str, object]:
     """Return a tier as a person would write it, its kind first."""
     fields: dict[str, object] = tier.model_dump(mode="json", exclude_none=True)
-    return {
-        "kind": fields.pop("kind"),
-        **{key: value for key, value in fields.items() if value not in ("", [])},
-    }
+    kind = fields.pop("kind")
+    return {"kind": kind, **{key: value for key, value in fields.items() if value not in ("", [])}}
