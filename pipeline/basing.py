@@ -1,0 +1,103 @@
+"""Finishing a captured base: published in place in memory, written as a zarr group elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from stepwell.errors import StepwellError, StoreError
+from stepwell.pipeline.jobs import BaseJob
+from stepwell.pipeline.keys import Series, pack_key, state_prefix
+from stepwell.pipeline.manifest import Manifest, ObjectEntry
+from stepwell.pipeline.pack import HEADER_BYTES, PackIdentity, PackKind, finish_region
+from stepwell.pipeline.tier import Tier
+from stepwell.pipeline.workers import Workers
+from stepwell.pipeline.zarr_base import export_base
+
+if TYPE_CHECKING:
+    from stepwell.pipeline.runner import Runner
+
+__all__ = ["BaseWriter"]
+
+
+class BaseWriter:
+    """Brings one base at a time into every tier, nearest first."""
+
+    def __init__(self, runner: Runner, workers: Workers) -> None:
+        self._runner = runner
+        self._workers = workers
+
+    async def write(self, job: BaseJob) -> None:
+        """Commit `job` in each tier that takes it; its region is released whatever happens."""
+        published = False
+        try:
+            header = await self._workers.run(job.header)
+            digest = await asyncio.wrap_future(job.digest)
+            header["digest"] = digest
+            for tier in self._runner.tiers:
+                if tier.lost is not None:
+                    job.handle.resolve(tier.name, StoreError(f"tier {tier.name} was given up: {tier.lost}"))
+                    continue
+                try:
+                    in_place = tier.memory is not None and job.publish is not None
+                    if in_place:
+                        objects = await self._publish(job, header)
+                        published = True
+                    else:
+                        objects = await self._export(job, header, tier)
+                    await self._commit(job, tier, objects, digest)
+                except StepwellError as error:
+                    self._runner.failed(Series.BASE, job.link, tier, error, job.handle)
+        except StepwellError as error:
+            self._runner.failed(Series.BASE, job.link, None, error, job.handle)
+        finally:
+            job.release(published)
+
+    async def _publish(self, job: BaseJob, header: dict[str, object]) -> tuple[ObjectEntry, ...]:
+        runner = self._runner
+        identity = PackIdentity(
+            PackKind.BASE, runner.run_name, job.link.incarnation, job.link.step, runner.rank, runner.world
+        )
+        key = pack_key(Series.BASE, job.link.incarnation, job.link.step, runner.rank)
+        publish = job.publish
+        assert publish is not None
+
+        def finish() -> ObjectEntry:
+            packed = finish_region(job.payload, identity, header, job.layout)
+            publish(key, packed.size_bytes)
+            return ObjectEntry(key, packed.size_bytes, packed.xxh3)
+
+        return (await self._workers.run(finish),)
+
+    async def _export(self, job: BaseJob, header: dict[str, object], tier: Tier) -> tuple[ObjectEntry, ...]:
+        run = job.payload[HEADER_BYTES : HEADER_BYTES + job.layout.size_bytes]
+        prefix = state_prefix(job.link.incarnation, job.link.step)
+        export = await self._workers.run(lambda: export_base(job.layout, header, run, prefix))
+        await self._runner.replicate.save_batch(tier, lambda: export.items)
+        return export.objects
+
+    async def _commit(
+        self, job: BaseJob, tier: Tier, objects: tuple[ObjectEntry, ...], digest: object
+    ) -> None:
+        runner = self._runner
+        await runner.commit.save_layout(tier, job.layout)
+        manifest = Manifest(
+            run=runner.run_name,
+            incarnation=job.link.incarnation,
+            step=job.link.step,
+            rank=runner.rank,
+            world=runner.world,
+            kind="base",
+            previous=None,
+            self_contained=True,
+            objects=objects,
+            layouts=(job.layout.hash,),
+            digest=digest,
+            environment=job.environment,
+        )
+        await runner.commit.save(tier, manifest)
+        runner.committed(Series.BASE, job.link, tier, manifest.size_bytes)
+        tier.base_written(job.link.step)
+        if job.alone:
+            job.handle.resolve(tier.name)
+        await runner.reclaim(tier)

@@ -1,0 +1,167 @@
+"""What is committed where, and which of it lies on the live lineage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stepwell.errors import IntegrityError, MissingObjectError
+from stepwell.pipeline.keys import (
+    INCARNATION_PREFIX,
+    Area,
+    Series,
+    commit_key,
+    incarnation_key,
+    manifest_key,
+    parse_key,
+)
+from stepwell.pipeline.records import IncarnationRecord, Link
+from stepwell.pipeline.tier import Tier
+from stepwell.stores.base import ObjectStore
+
+__all__ = ["Inventory", "Lineage", "committed_in"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The line of incarnations that leads to one of them.
+
+    Attributes
+    ----------
+    limits : tuple of (incarnation, last step or None)
+        Newest first. Saves of an older incarnation count up to the step the next one began from.
+    """
+
+    limits: tuple[tuple[str, int | None], ...]
+
+    def contains(self, link: Link) -> bool:
+        """Whether a save lies on this line."""
+        for incarnation, last in self.limits:
+            if incarnation == link.incarnation:
+                return last is None or link.step <= last
+        return False
+
+
+@dataclass
+class Inventory:
+    """Committed saves and bases by tier.
+
+    Attributes
+    ----------
+    steps, bases : dict of Link to set of tier names
+    incarnations : dict of name to IncarnationRecord
+    damaged : dict of key to str
+        Records that could not be read, with the reason.
+    """
+
+    steps: dict[Link, set[str]] = field(default_factory=dict)
+    bases: dict[Link, set[str]] = field(default_factory=dict)
+    incarnations: dict[str, IncarnationRecord] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    async def read(cls, tiers: Sequence[Tier]) -> Inventory:
+        """List every tier; names only, no payload is read."""
+        inventory = cls()
+        for tier in tiers:
+            await inventory._read_incarnations(tier)
+            for series, found in ((Series.STEP, inventory.steps), (Series.BASE, inventory.bases)):
+                for incarnation in await _incarnations_in(tier.store):
+                    for link in await committed_in(tier, incarnation, series):
+                        found.setdefault(link, set()).add(tier.name)
+        return inventory
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is committed anywhere."""
+        return not self.steps and not self.bases
+
+    def links(self) -> set[Link]:
+        """Every committed save, as differential or base."""
+        return set(self.steps) | set(self.bases)
+
+    def newest(self) -> Link | None:
+        """The newest committed save of the newest incarnation that has one."""
+        return max(self.links(), default=None)
+
+    def lineage_of(self, incarnation: str) -> Lineage:
+        """Return the line that leads to `incarnation`, by parent links alone."""
+        limits: list[tuple[str, int | None]] = [(incarnation, None)]
+        seen = {incarnation}
+        record = self.incarnations.get(incarnation)
+        while record is not None and record.parent is not None and record.parent.incarnation not in seen:
+            limits.append((record.parent.incarnation, record.parent.step))
+            seen.add(record.parent.incarnation)
+            record = self.incarnations.get(record.parent.incarnation)
+        return Lineage(tuple(limits))
+
+    def candidates(self) -> Iterator[Link]:
+        """Saves a recovery may go back to, newest first, on the lineage of the newest save.
+
+        An incarnation that committed nothing does not bound its parents.
+        """
+        newest = self.newest()
+        if newest is None:
+            return
+        lineage = self.lineage_of(newest.incarnation)
+        yield from sorted((link for link in self.links() if lineage.contains(link)), reverse=True)
+
+    def forget(self, series: Series, link: Link, tier: str) -> None:
+        """A tier no longer holds a save."""
+        found = self.steps if series is Series.STEP else self.bases
+        holders = found.get(link)
+        if holders is not None:
+            holders.discard(tier)
+            if not holders:
+                del found[link]
+
+    def add(self, series: Series, link: Link, tier: str) -> None:
+        """A tier has committed a save."""
+        found = self.steps if series is Series.STEP else self.bases
+        found.setdefault(link, set()).add(tier)
+
+    def held_by(self, tier: str) -> Mapping[Series, list[Link]]:
+        """What one tier holds."""
+        return {
+            Series.STEP: [link for link, tiers in self.steps.items() if tier in tiers],
+            Series.BASE: [link for link, tiers in self.bases.items() if tier in tiers],
+        }
+
+    async def _read_incarnations(self, tier: Tier) -> None:
+        async for name in tier.store.list_dir(INCARNATION_PREFIX.rstrip("/")):
+            parsed = parse_key(INCARNATION_PREFIX + name)
+            if parsed is None or parsed.area is not Area.INCARNATION or parsed.incarnation in self.incarnations:
+                continue
+            key = incarnation_key(parsed.incarnation)
+            try:
+                record = IncarnationRecord.decode(bytes(await tier.store.fetch(key)), f"{tier.name}: {key}")
+            except (IntegrityError, MissingObjectError) as error:
+                self.damaged[key] = str(error)
+                continue
+            self.incarnations[parsed.incarnation] = record
+            self.damaged.pop(key, None)
+
+
+async def committed_in(tier: Tier, incarnation: str, series: Series) -> list[Link]:
+    """List the saves of one incarnation that `tier` holds whole, by its own kind of evidence."""
+    found = []
+    async for name in tier.store.list_dir(f"{incarnation}/{series}"):
+        if not (name.isascii() and name.isdigit() and len(name) == 12):
+            continue
+        step = int(name)
+        evidence = (
+            commit_key(series, incarnation, step)
+            if tier.has_commit_records
+            else manifest_key(series, incarnation, step, 0)
+        )
+        if await tier.store.exists(evidence):
+            found.append(Link(incarnation, step))
+    return found
+
+
+async def _incarnations_in(store: ObjectStore) -> Iterable[str]:
+    names = []
+    async for name in store.list_dir(""):
+        if parse_key(f"{INCARNATION_PREFIX}{name}.json") is not None:
+            names.append(name)
+    return names

@@ -1,0 +1,311 @@
+"""The inline runner: takes captured saves off the trainer's thread and brings them into the tiers.
+
+One background thread with its own event loop. On the loop, one task encodes differentials in order,
+one finishes bases, and each tier has one task that writes differentials; bounded queues lie between
+them. A fault of one save or tier is told to that save's handle and to ``RunnerEvents``. A fault of
+the runner itself ends it, and every waiting handle hears of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from stepwell.errors import StepwellError, StoreError, UsageError
+from stepwell.pipeline.base import Chunk, ChunkStage
+from stepwell.pipeline.basing import BaseWriter
+from stepwell.pipeline.budget import ByteBudget
+from stepwell.pipeline.commit import Commit
+from stepwell.pipeline.flow import flow
+from stepwell.pipeline.handle import SaveHandle
+from stepwell.pipeline.inventory import Inventory, Lineage
+from stepwell.pipeline.jobs import BaseJob, Job, StepJob
+from stepwell.pipeline.keys import Series, pack_key
+from stepwell.pipeline.manifest import Manifest, ObjectEntry
+from stepwell.pipeline.pack import Packed, PackIdentity, PackKind
+from stepwell.pipeline.reclaim import reclaim
+from stepwell.pipeline.records import Link
+from stepwell.pipeline.replicate import Replicate
+from stepwell.pipeline.retention import Removal
+from stepwell.pipeline.shard import Shard
+from stepwell.pipeline.tier import Tier
+from stepwell.pipeline.workers import Workers
+
+__all__ = ["Runner", "RunnerEvents"]
+
+Result = TypeVar("Result")
+
+PACKS_WAITING = 2  # encoded saves that may wait for a slow tier; each is about a capture slot of bytes
+
+
+class RunnerEvents(Protocol):
+    """What the runner tells its owner. Called on the runner's thread; must return at once."""
+
+    def committed(self, series: Series, link: Link, tier: Tier, size_bytes: int) -> None:
+        """A save or base is committed in a tier."""
+        ...
+
+    def failed(self, series: Series, link: Link, tier: Tier | None, error: BaseException) -> None:
+        """A save or base did not arrive in a tier, or in none (tier None)."""
+        ...
+
+    def encoded(self, link: Link, size_bytes: int) -> None:
+        """A differential is encoded and its capture slots are free."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    job: StepJob
+    packed: Packed
+    manifest: Manifest
+
+
+class Runner:
+    """Drives the stages in a background thread.
+
+    Parameters
+    ----------
+    run, rank, world
+        Identity that packs and manifests carry.
+    tiers : sequence of Tier
+        Nearest first.
+    chunk_stages : sequence of ChunkStage
+        delta, quantize, sparsify, in that order.
+    shard : Shard
+    inventory : Inventory
+        Taken over: only the runner's thread touches it from ``start`` on.
+    events : RunnerEvents
+    budget_bytes : int
+        Raw bytes of chunks that may be in work at once.
+    threads : int
+        Encoder threads.
+    retry_for_s : float
+        See ``Replicate``.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        tiers: Sequence[Tier],
+        chunk_stages: Sequence[ChunkStage],
+        shard: Shard,
+        inventory: Inventory,
+        events: RunnerEvents,
+        budget_bytes: int,
+        threads: int = 1,
+        retry_for_s: float = 60.0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.run_name, self.rank, self.world = run, rank, world
+        self.tiers = list(tiers)
+        self.chunk_stages = [*chunk_stages, shard]
+        self.shard = shard
+        self.inventory = inventory
+        self.replicate = Replicate(retry_for_s)
+        self.commit = Commit(self.replicate)
+        self.held: list[Link] = []
+        self.dead: BaseException | None = None
+        self._lineage: Lineage | None = None
+        self._events = events
+        self._budget_bytes = budget_bytes
+        self._workers = Workers(threads, "stepwell-encode")
+        self._base_workers = Workers(1, "stepwell-base")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stepwell-runner", daemon=True)
+        self._handles: set[SaveHandle] = set()
+        self._steps: asyncio.Queue[StepJob | None]
+        self._bases: asyncio.Queue[BaseJob | None]
+        self._queues: dict[str, asyncio.Queue[_Encoded | None]]
+
+    def start(self) -> None:
+        """Start the thread and wait until its loop runs."""
+        self._thread.start()
+        self._ready.wait()
+
+    def submit(self, job: Job) -> None:
+        """Hand a job over; returns at once. Callable from any thread.
+
+        Raises
+        ------
+        UsageError
+            The runner has ended.
+        """
+        if self._loop is None or self.dead is not None or not self._thread.is_alive():
+            raise UsageError(f"the background runner has ended ({self.dead!r}); nothing more can be saved")
+        queue = self._bases if isinstance(job, BaseJob) else self._steps
+        self._handles.add(job.handle)
+        self._loop.call_soon_threadsafe(queue.put_nowait, job)
+
+    def call(self, work: Coroutine[object, object, Result]) -> concurrent.futures.Future[Result]:
+        """Run a coroutine on the runner's loop; callable from any other thread."""
+        if self._loop is None or not self._thread.is_alive():
+            work.close()
+            raise UsageError("the background runner is not running")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def set_lineage(self, lineage: Lineage) -> None:
+        """Tell which line of incarnations lives; nothing is reclaimed before."""
+        self._lineage = lineage
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what was handed over, then end the thread.
+
+        Returns
+        -------
+        bool
+            False if that took longer than `timeout_s`; the thread is then abandoned (it is a
+            daemon) and what it had not finished is not committed.
+        """
+        if self._loop is not None and self._thread.is_alive():
+            for queue in (self._steps, self._bases):
+                self._loop.call_soon_threadsafe(queue.put_nowait, None)
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        self._workers.close()
+        self._base_workers.close()
+        return True
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # told to everyone who waits; the thread has nobody above it
+            self.dead = error
+        finally:
+            self._ready.set()
+            ended = StepwellError(f"the background runner ended before the save was committed ({self.dead!r})")
+            for handle in tuple(self._handles):
+                handle.fail(ended)
+
+    async def _main(self) -> None:
+        self._steps, self._bases = asyncio.Queue(), asyncio.Queue()
+        self._queues = {tier.name: asyncio.Queue(PACKS_WAITING) for tier in self.tiers}
+        self._budget = ByteBudget(self._budget_bytes)
+        bases = BaseWriter(self, self._base_workers)
+        self._loop = asyncio.get_running_loop()
+        self._ready.set()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._encode_all())
+            for tier in self.tiers:
+                group.create_task(self._write_all(tier))
+            while (job := await self._bases.get()) is not None:
+                await bases.write(job)
+                self._settle(job.handle)
+
+    async def _encode_all(self) -> None:
+        while (job := await self._steps.get()) is not None:
+            try:
+                encoded = await self._encode(job)
+            except StepwellError as error:
+                self.failed(Series.STEP, job.link, None, error, job.handle)
+                continue
+            for tier in self.tiers:
+                await self._queues[tier.name].put(encoded)
+        for tier in self.tiers:
+            await self._queues[tier.name].put(None)
+
+    async def _encode(self, job: StepJob) -> _Encoded:
+        chunks: list[Chunk] = []
+
+        async def collect(chunk: Chunk) -> None:
+            if not chunk.encodings:
+                # Still the capture slot's own memory, which is about to be given back.
+                chunk = replace(chunk, buffer=await self._workers.run(chunk.buffer.copy))
+            chunks.append(chunk)
+
+        try:
+            await flow(job.chunks(), self.chunk_stages, collect, self._workers, self._budget)
+        finally:
+            job.release()
+        digest = await asyncio.wrap_future(job.digest)
+        identity = PackIdentity(
+            job.kind, self.run_name, job.link.incarnation, job.link.step, self.rank, self.world
+        )
+
+        def pack() -> Packed:
+            return self.shard.pack(identity, {**job.header(), "digest": digest}, chunks)
+
+        packed = await self._workers.run(pack)
+        contained = job.kind is PackKind.STATE and not any(
+            encoding.get("reference") == "previous" for chunk in chunks for encoding in chunk.encodings
+        )
+        key = pack_key(Series.STEP, job.link.incarnation, job.link.step, self.rank)
+        manifest = Manifest(
+            run=self.run_name,
+            incarnation=job.link.incarnation,
+            step=job.link.step,
+            rank=self.rank,
+            world=self.world,
+            kind=str(job.kind),
+            previous=job.previous,
+            self_contained=contained,
+            objects=(ObjectEntry(key, packed.size_bytes, packed.xxh3),),
+            layouts=tuple(layout.hash for layout in job.layouts),
+            digest=digest,
+            environment=job.environment,
+        )
+        self._events.encoded(job.link, packed.size_bytes)
+        return _Encoded(job, packed, manifest)
+
+    async def _write_all(self, tier: Tier) -> None:
+        while (encoded := await self._queues[tier.name].get()) is not None:
+            await self._write(tier, encoded)
+            self._settle(encoded.job.handle)
+
+    async def _write(self, tier: Tier, encoded: _Encoded) -> None:
+        job, manifest = encoded.job, encoded.manifest
+        if tier.lost is not None:
+            job.handle.resolve(tier.name, StoreError(f"tier {tier.name} was given up: {tier.lost}"))
+            return
+        try:
+            for layout in job.layouts:
+                await self.commit.save_layout(tier, layout)
+            await self.replicate.save(tier, manifest.objects[0].key, encoded.packed.parts)
+            await self.commit.save(tier, manifest)
+        except StepwellError as error:
+            self.failed(Series.STEP, job.link, tier, error, job.handle)
+            return
+        self.inventory.add(Series.STEP, job.link, tier.name)
+        tier.step_written(job.handle)
+        self._events.committed(Series.STEP, job.link, tier, manifest.size_bytes)
+
+    def failed(
+        self, series: Series, link: Link, tier: Tier | None, error: BaseException, handle: SaveHandle
+    ) -> None:
+        """A save or base did not arrive: tell its handle and the owner, and mark the hole."""
+        for one in self.tiers if tier is None else (tier,):
+            # A base that fails leaves the old base and the log, which still hold, as they are.
+            if series is Series.STEP or one.needs_base == link.step:
+                one.broken_at(link.step)
+            handle.resolve(one.name, error)
+        self._events.failed(series, link, tier, error)
+
+    def committed(self, series: Series, link: Link, tier: Tier, size_bytes: int) -> None:
+        """A base is committed: remember it and tell the owner."""
+        self.inventory.add(series, link, tier.name)
+        self._events.committed(series, link, tier, size_bytes)
+
+    async def reclaim(self, tier: Tier) -> None:
+        """Let go what the tier's retention lets go; a store that cannot delete is told of, not fatal."""
+        if self._lineage is None:
+            return
+
+        def removed(removal: Removal) -> None:
+            return None
+
+        try:
+            await reclaim(tier, self.inventory, self._lineage, held=tuple(self.held), removed=removed)
+        except StoreError as error:
+            self._events.failed(Series.BASE, self.inventory.newest() or Link("", 0), tier, error)
+
+    def _settle(self, handle: SaveHandle) -> None:
+        if all(handle.future(name).done() for name in handle.tiers):
+            self._handles.discard(handle)

@@ -1,0 +1,225 @@
+"""Reading saves back through the tiers: the nearest whole copy of each object wins.
+
+Damage in one tier is remembered and the next tier is asked; only what no tier has whole is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from stepwell.errors import IntegrityError, MissingObjectError, NotCommittedError, StoreError
+from stepwell.pipeline.base import Bytes, Chunk
+from stepwell.pipeline.commit import Commit
+from stepwell.pipeline.inventory import Inventory
+from stepwell.pipeline.keys import Series
+from stepwell.pipeline.layout import Layout
+from stepwell.pipeline.manifest import Manifest
+from stepwell.pipeline.pack import PackReader, base_chunk_key
+from stepwell.pipeline.records import Link
+from stepwell.pipeline.tier import Tier
+from stepwell.pipeline.zarr_base import BaseReader
+
+__all__ = ["BaseSource", "SaveSource", "StepSource"]
+
+Result = TypeVar("Result")
+
+DAMAGE = (IntegrityError, MissingObjectError, NotCommittedError, StoreError)
+"""What makes the next tier worth asking."""
+
+
+class SaveSource:
+    """Everything committed in a set of tiers, read with fall-through.
+
+    Attributes
+    ----------
+    faults : list of str
+        What was found damaged or missing on the way, in words.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], inventory: Inventory, commit: Commit) -> None:
+        self.tiers = list(tiers)
+        self.inventory = inventory
+        self.faults: list[str] = []
+        self._commit = commit
+        self._layouts: dict[str, Layout] = {}
+        self._manifests: dict[tuple[Series, Link, str], Manifest] = {}
+
+    def holders(self, series: Series, link: Link) -> list[Tier]:
+        """Tiers that have committed a save, nearest first."""
+        found = self.inventory.steps if series is Series.STEP else self.inventory.bases
+        names = found.get(link, set())
+        return [tier for tier in self.tiers if tier.name in names]
+
+    async def manifest(self, series: Series, link: Link, tier: Tier) -> Manifest:
+        """Read the manifest one tier holds, once."""
+        key = (series, link, tier.name)
+        if key not in self._manifests:
+            self._manifests[key] = await self._commit.recover(tier, series, link)
+        return self._manifests[key]
+
+    async def any_manifest(self, series: Series, link: Link) -> Manifest:
+        """Read the manifest from the nearest tier that has it whole."""
+        _, manifest = await self.first(
+            self.holders(series, link),
+            lambda tier: self.manifest(series, link, tier),
+            f"manifest of {series} {link.step} of {link.incarnation}",
+        )
+        return manifest
+
+    async def layout(self, layout_hash: str) -> Layout:
+        """Read a layout, once."""
+        if layout_hash not in self._layouts:
+            self._layouts[layout_hash] = await self._commit.layout(self.tiers, layout_hash)
+        return self._layouts[layout_hash]
+
+    async def step(self, link: Link) -> StepSource:
+        """Open a differential."""
+        source = StepSource(self, link)
+        await source.open()
+        return source
+
+    async def base(self, link: Link) -> BaseSource:
+        """Open a base."""
+        source = BaseSource(self, link)
+        await source.open()
+        return source
+
+    async def first(
+        self, tiers: Sequence[Tier], read: Callable[[Tier], Awaitable[Result]], what: str
+    ) -> tuple[Tier, Result]:
+        """Return the first of `tiers` that `read` succeeds with, and what it gave.
+
+        Raises
+        ------
+        IntegrityError
+            None did; every reason is in the message.
+        """
+        reasons = []
+        for tier in tiers:
+            try:
+                return tier, await read(tier)
+            except DAMAGE as error:
+                reasons.append(f"{tier.name}: {error}")
+                self.note(f"{tier.name}: {error}")
+        raise IntegrityError(f"{what}: cannot be read ({'; '.join(reasons) or 'no tier has it'})")
+
+    def note(self, fault: str) -> None:
+        """Remember a fault, once."""
+        if fault not in self.faults:
+            self.faults.append(fault)
+
+    async def pack(self, series: Series, link: Link, tier: Tier) -> PackReader:
+        """Open the pack of one save in one tier and hold it against its manifest."""
+        manifest = await self.manifest(series, link, tier)
+        if len(manifest.objects) != 1:
+            raise IntegrityError(f"{tier.name}: {manifest.key}: {len(manifest.objects)} objects where one pack belongs")
+        entry = manifest.objects[0]
+        size_bytes = await tier.store.getsize(entry.key)
+        if size_bytes != entry.size_bytes:
+            raise IntegrityError(f"{tier.name}: {entry.key}: {size_bytes} bytes where {entry.size_bytes} were written")
+        reader = PackReader(partial(tier.store.fetch, entry.key), size_bytes, f"{tier.name}: {entry.key}")
+        await reader.open()
+        if reader.xxh3 != entry.xxh3:
+            raise IntegrityError(f"{tier.name}: {entry.key}: is not the pack its manifest names")
+        return reader
+
+
+class StepSource:
+    """One differential, chunk by chunk, from the nearest tier that has each chunk whole."""
+
+    def __init__(self, source: SaveSource, link: Link) -> None:
+        self.link = link
+        self.manifest: Manifest
+        self.header: Mapping[str, object] = {}
+        self.tier = ""
+        self._source = source
+        self._packs: dict[str, PackReader] = {}
+
+    async def open(self) -> None:
+        """Read manifest, header and index."""
+        source = self._source
+        tier, pack = await source.first(
+            source.holders(Series.STEP, self.link), self._pack, f"step {self.link.step} of {self.link.incarnation}"
+        )
+        self.manifest = await source.manifest(Series.STEP, self.link, tier)
+        self.header, self.tier = pack.header, tier.name
+        self.keys = tuple(pack.rows)
+        self.rows = pack.rows
+
+    async def chunk(self, key: str) -> Chunk:
+        """Fetch one chunk, verified, still encoded."""
+        _, chunk = await self._source.first(
+            self._source.holders(Series.STEP, self.link),
+            lambda tier: self._chunk(tier, key),
+            f"chunk {key} of step {self.link.step}",
+        )
+        return chunk
+
+    async def _pack(self, tier: Tier) -> PackReader:
+        if tier.name not in self._packs:
+            self._packs[tier.name] = await self._source.pack(Series.STEP, self.link, tier)
+        return self._packs[tier.name]
+
+    async def _chunk(self, tier: Tier, key: str) -> Chunk:
+        return await (await self._pack(tier)).chunk(key)
+
+
+class BaseSource:
+    """One base in terms of its layout, from the nearest tier that has each chunk whole."""
+
+    def __init__(self, source: SaveSource, link: Link) -> None:
+        self.link = link
+        self.manifest: Manifest
+        self.layout: Layout
+        self.header: Mapping[str, object] = {}
+        self.tier = ""
+        self._source = source
+        self._packs: dict[str, PackReader] = {}
+        self._groups: dict[str, BaseReader] = {}
+
+    async def open(self) -> None:
+        """Read manifest, layout and header."""
+        source = self._source
+        tier, header = await source.first(
+            source.holders(Series.BASE, self.link), self._header, f"base {self.link.step} of {self.link.incarnation}"
+        )
+        self.manifest = await source.manifest(Series.BASE, self.link, tier)
+        self.header, self.tier = header, tier.name
+
+    async def chunk(self, part: int) -> Bytes:
+        """Return the bytes of one layout chunk, (size_bytes,), uint8, verified; may alias the tier."""
+        _, data = await self._source.first(
+            self._source.holders(Series.BASE, self.link),
+            lambda tier: self._chunk(tier, part),
+            f"chunk {part} of base {self.link.step}",
+        )
+        return data
+
+    async def _header(self, tier: Tier) -> Mapping[str, object]:
+        manifest = await self._source.manifest(Series.BASE, self.link, tier)
+        if len(manifest.layouts) != 1:
+            raise IntegrityError(f"{tier.name}: {manifest.key}: {len(manifest.layouts)} layouts where one belongs")
+        self.layout = await self._source.layout(manifest.layouts[0])
+        if tier.has_commit_records:
+            return (await self._group(tier)).header
+        return (await self._pack(tier)).header
+
+    async def _pack(self, tier: Tier) -> PackReader:
+        if tier.name not in self._packs:
+            self._packs[tier.name] = await self._source.pack(Series.BASE, self.link, tier)
+        return self._packs[tier.name]
+
+    async def _group(self, tier: Tier) -> BaseReader:
+        if tier.name not in self._groups:
+            manifest = await self._source.manifest(Series.BASE, self.link, tier)
+            reader = BaseReader(tier.store, manifest, self.layout)
+            await reader.open()
+            self._groups[tier.name] = reader
+        return self._groups[tier.name]
+
+    async def _chunk(self, tier: Tier, part: int) -> Bytes:
+        if tier.has_commit_records:
+            return await (await self._group(tier)).chunk(part)
+        return (await (await self._pack(tier)).chunk(base_chunk_key(part))).buffer
