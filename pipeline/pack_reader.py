@@ -24,7 +24,7 @@ from stepwell.pipeline.pack_format import (
 from stepwell.pipeline.sealed import parse_json
 from stepwell.stores.base import BytesLike
 
-__all__ = ["Fetch", "PackReader"]
+__all__ = ["Fetch", "PackReader", "off_loop"]
 
 Result = TypeVar("Result")
 Fetch = Callable[[int, int], Awaitable[memoryview]]
@@ -88,14 +88,14 @@ class PackReader:
         trailer = bytes(tail[-HEADER_BYTES:])
         offset, length, digest = check_trailer(trailer, self.size_bytes, self.what)
         index = tail[offset - start : -HEADER_BYTES] if offset >= start else await self._range(offset, length)
-        if await _run(length, partial(xxhash.xxh3_128_digest, index)) != digest:
+        if await off_loop(length, partial(xxhash.xxh3_128_digest, index)) != digest:
             raise IntegrityError(f"{self.what}: the index is damaged (its checksum does not match)")
         self._index_offset = offset
-        document = await _run(length, partial(parse_json, index, f"index of {self.what}"))
+        document = await off_loop(length, partial(parse_json, index, f"index of {self.what}"))
         self.identity, self.header, self.rows = parse_index(document, offset, self.what)
         if self.identity.header_bytes() != head:
             raise IntegrityError(f"{self.what}: header and index name different packs")
-        self.xxh3 = await _run(length, partial(tail_hash, index, trailer))
+        self.xxh3 = await off_loop(length, partial(tail_hash, index, trailer))
         return self
 
     async def chunk(self, key: str) -> Chunk:
@@ -110,7 +110,7 @@ class PackReader:
         if row is None:
             raise IntegrityError(f"{self.what}: has no chunk {key!r}")
         view = await self._range(row.offset, row.size_bytes)
-        if await _run(row.size_bytes, partial(xxhash.xxh3_64_hexdigest, view)) != row.xxh3:
+        if await off_loop(row.size_bytes, partial(xxhash.xxh3_64_hexdigest, view)) != row.xxh3:
             raise IntegrityError(f"{self.what}: chunk {key!r} is damaged (its checksum does not match)")
         return Chunk(
             self.identity.step,
@@ -155,6 +155,6 @@ class PackReader:
         return view
 
 
-async def _run(size_bytes: int, function: Callable[[], Result]) -> Result:
+async def off_loop(size_bytes: int, function: Callable[[], Result]) -> Result:
     """Run short work here and long work in a thread, so that the loop is not held up."""
     return function() if size_bytes <= _INLINE_BYTES else await asyncio.to_thread(function)
