@@ -105,7 +105,7 @@ class TreeEncoder:
         return self._encode(value, path, 0)
 
     def tensor(self, value: torch.Tensor, path: str) -> JsonValue:
-        """Encode one tensor: append or inline it, or refer to what it aliases."""
+        """Encode one tensor: append or inline it, or refer to what it aliases; see ``encode_tree``."""
         check_tensor(path, value)
         if self._tensors is None:
             data = base64.b64encode(tensor_bytes(value).data).decode("ascii")
