@@ -1,0 +1,139 @@
+"""Opening a run for looking at it: read-only, no lock, nothing written anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepwell.config import Config, DirectoryTier, MemoryTier, load_config
+from stepwell.errors import MissingObjectError, NotCommittedError, UsageError
+from stepwell.pipeline.keys import RUN_RECORD
+from stepwell.pipeline.records import RunRecord
+from stepwell.pipeline.tier import Tier
+from stepwell.stores.base import ObjectStore
+
+__all__ = ["MemoryOption", "OpenRun", "SourceArgument", "open_run"]
+
+SourceArgument = Annotated[
+    str, typer.Argument(help="Directory or file: URL of a run, or a configuration file.", metavar="SOURCE")
+]
+MemoryOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--memory/--no-memory", help="Read the memory tier of this machine, too.", show_default=False
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """A run as it lies in the tiers that can be read from here.
+
+    Attributes
+    ----------
+    config : Config
+    record : RunRecord
+    tiers : tuple of Tier
+        As the pipeline knows them, over read-only stores; in the order of the configuration.
+    """
+
+    config: Config
+    record: RunRecord
+    tiers: tuple[Tier, ...]
+
+    def tier(self, name: str | None) -> tuple[Tier, ...]:
+        """Return the tier of that name alone, or all for None."""
+        if name is None:
+            return self.tiers
+        found = tuple(tier for tier in self.tiers if tier.name == name)
+        if not found:
+            names = ", ".join(tier.name for tier in self.tiers)
+            raise UsageError(f"there is no tier {name!r} to read here; there is {names}")
+        return found
+
+
+@contextmanager
+def open_run(source: str, *, memory: bool | None) -> Iterator[OpenRun]:
+    """Open every tier of a run that is there.
+
+    Parameters
+    ----------
+    memory : bool or None
+        True: the memory tier must be there. None: it is read if it is. False: it is left alone.
+
+    Raises
+    ------
+    NotCommittedError
+        There is no run here.
+    """
+    config = load_config(source)
+    stores: list[tuple[str, ObjectStore]] = []
+    try:
+        for tier in config.tiers:
+            if isinstance(tier, DirectoryTier) and (Path(tier.path) / RUN_RECORD).is_file():
+                stores.append((tier.label, _directory_store(Path(tier.path))))
+        config = _named_as_recorded(config, stores)
+        if memory is not False:
+            stores = [*_memory_stores(config, required=bool(memory)), *stores]
+        if not stores:
+            raise NotCommittedError(f"{source}: there is no run of stepwell here")
+        yield OpenRun(config, _record(stores), tuple(Tier(name, store) for name, store in stores))
+    finally:
+        for _, store in stores:
+            store.close()
+
+
+def _directory_store(path: Path) -> ObjectStore:
+    from stepwell.stores.file import FileStore
+
+    return FileStore(path, read_only=True)
+
+
+def _memory_stores(config: Config, *, required: bool) -> list[tuple[str, ObjectStore]]:
+    """Open the arenas of this machine that belong to the run."""
+    found: list[tuple[str, ObjectStore]] = []
+    for tier in config.tiers:
+        if not isinstance(tier, MemoryTier):
+            continue
+        directory = config.arena_directory(tier)
+        if directory.is_dir():
+            from stepwell.stores.arena import Arena
+            from stepwell.stores.memory import MemoryStore
+
+            found.append((tier.label, MemoryStore(Arena.inspect(directory))))
+        elif required:
+            raise NotCommittedError(f"tier {tier.label}: there is no arena at {directory}")
+    return found
+
+
+def _named_as_recorded(config: Config, stores: list[tuple[str, ObjectStore]]) -> Config:
+    """Take the run's configured name from the run itself; the place of its arena depends on it.
+
+    Someone who looks at a directory gives only the directory, whatever name the run had.
+    """
+    if not stores:
+        return config
+    name = _record(stores).name
+    return load_config(config, {"run": name}) if name and name != config.run else config
+
+
+def _record(stores: list[tuple[str, ObjectStore]]) -> RunRecord:
+    """Read the record of the run from the first tier that has one."""
+    import asyncio
+
+    for name, store in stores:
+        try:
+            data = asyncio.run(_fetch(store, RUN_RECORD))
+        except MissingObjectError:
+            continue
+        return RunRecord.decode(data, f"{name}: {RUN_RECORD}")
+    raise NotCommittedError(f"tier {stores[0][0]}: there is no run of stepwell here (no {RUN_RECORD})")
+
+
+async def _fetch(store: ObjectStore, key: str) -> bytes:
+    return bytes(await store.fetch(key))
