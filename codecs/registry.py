@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import cast
 
-from numcodecs.abc import Codec  # type: ignore[import-untyped]
-
+from stepwell.codecs.base import PlainCodec
 from stepwell.codecs.byteplane import BytePlane
 from stepwell.codecs.ordered_delta import OrderedDelta
 from stepwell.codecs.xxh3 import Xxh3
@@ -20,7 +19,7 @@ CODECS: Mapping[str, type[BytePlane] | type[OrderedDelta] | type[Xxh3]] = Mappin
 )
 
 
-def codec_from(config: Mapping[str, object]) -> Codec:
+def codec_from(config: Mapping[str, object]) -> PlainCodec:
     """Make the codec that a configuration read from a checkpoint describes.
 
     Unlike ``numcodecs.get_codec`` it takes only ids of ours: what is written in a file never
@@ -44,6 +43,6 @@ def codec_from(config: Mapping[str, object]) -> Codec:
     if make is None:
         raise IntegrityError(f"unknown codec {codec_id!r}; known are {', '.join(CODECS)}")
     try:
-        return cast("Callable[..., Codec]", make)(**parameters)
+        return cast("Callable[..., PlainCodec]", make)(**parameters)
     except (ConfigError, TypeError) as error:
         raise IntegrityError(f"codec {codec_id!r} does not take {parameters!r}: {error}") from error

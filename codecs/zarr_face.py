@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from zarr.abc.codec import BytesBytesCodec
 
-from stepwell.codecs.buffers import BufferLike, Bytes
+from stepwell.codecs.base import PlainCodec
 from stepwell.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,26 +17,12 @@ if TYPE_CHECKING:
     from zarr.core.buffer import Buffer
     from zarr.core.common import JSON
 
-__all__ = ["PlainCodec", "ZarrFace", "configuration_of"]
+__all__ = ["ZarrFace", "configuration_of"]
 
 # Codecs between the array and ours (a checksum, a compressor that could not help) may make a chunk
 # somewhat larger than its elements; nothing sane makes it larger than this.
 _SLACK_BYTES = 1 << 16
 _SLACK_FRACTION = 8
-
-
-class PlainCodec(Protocol):
-    """The part of our numcodecs codecs that a face uses."""
-
-    def encode(self, buf: BufferLike) -> Bytes:
-        """Encode a contiguous buffer."""
-        ...
-
-    def decode(
-        self, buf: BufferLike, out: BufferLike | None = None, *, max_bytes: int | None = None
-    ) -> Bytes:
-        """Decode what ``encode`` made."""
-        ...
 
 
 class ZarrFace(BytesBytesCodec):
