@@ -62,6 +62,7 @@ def build() -> typer.Typer:
         help="Checkpoints of every training step, bit for bit: look at them and check them.",
         epilog=EXIT_CODES_HELP,
         no_args_is_help=True,
+        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )

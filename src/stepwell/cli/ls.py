@@ -118,8 +118,8 @@ def _document(
         )
     return {
         "source": source,
-        "run": opened.record.run,
-        "name": opened.record.name,
+        "run": opened.record and opened.record.run,
+        "name": opened.record and opened.record.name,
         "tiers": [{"name": tier.name, "url": tier.store.url} for tier in opened.tiers],
         "newest": shown_newest,
         "incarnations": rows,
@@ -150,7 +150,7 @@ def _show(source: str, opened: OpenRun, inventory: Inventory, holdings: Holdings
         if first[0]:
             rows.append((*first, "", "none", "none", "", ""))
     headings = ("incarnation", "begun", "from", "tier", "steps", "bases", "steps' bytes ", "bases' bytes ")
-    table(f"run {opened.record.name or opened.record.run} in {source}", headings, rows)
+    table(f"{opened.title} in {source}", headings, rows)
     newest = inventory.newest()
     print(f"newest: step {newest.step} of {newest.incarnation}" if newest else "nothing is committed")
     for key, reason in inventory.damaged.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +13,7 @@ from typing import Annotated
 import typer
 
 from stepwell.config import Config, DirectoryTier, MemoryTier, load_config
-from stepwell.errors import MissingObjectError, NotCommittedError, UsageError
+from stepwell.errors import IntegrityError, MissingObjectError, NotCommittedError, UsageError
 from stepwell.pipeline.keys import RUN_RECORD
 from stepwell.pipeline.records import RunRecord
 from stepwell.pipeline.tier import Tier
@@ -37,14 +39,24 @@ class OpenRun:
     Attributes
     ----------
     config : Config
-    record : RunRecord
+    record : RunRecord or None
+        None where every tier's record of the run is missing or damaged.
     tiers : tuple of Tier
         As the pipeline knows them, over read-only stores; in the order of the configuration.
     """
 
     config: Config
-    record: RunRecord
+    record: RunRecord | None
     tiers: tuple[Tier, ...]
+
+    @property
+    def title(self) -> str:
+        """What to call the run."""
+        return (
+            "run (its record is damaged)"
+            if self.record is None
+            else f"run {self.record.name or self.record.run}"
+        )
 
     def tier(self, name: str | None) -> tuple[Tier, ...]:
         """Return the tier of that name alone, or all for None."""
@@ -75,7 +87,7 @@ def open_run(source: str, *, memory: bool | None) -> Iterator[OpenRun]:
     stores: list[tuple[str, ObjectStore]] = []
     try:
         for tier in config.tiers:
-            if isinstance(tier, DirectoryTier) and (Path(tier.path) / RUN_RECORD).is_file():
+            if isinstance(tier, DirectoryTier) and _holds_run(Path(tier.path)):
                 stores.append((tier.label, _directory_store(Path(tier.path))))
         config = _named_as_recorded(config, stores)
         if memory is not False:
@@ -86,6 +98,17 @@ def open_run(source: str, *, memory: bool | None) -> Iterator[OpenRun]:
     finally:
         for _, store in stores:
             store.close()
+
+
+def _holds_run(path: Path) -> bool:
+    """Whether a run was written here; its record alone may be what is missing."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror})") from error
+    return any(name in (RUN_RECORD, "incarnations", "layouts") for name in names)
 
 
 def _directory_store(path: Path) -> ObjectStore:
@@ -116,23 +139,18 @@ def _named_as_recorded(config: Config, stores: list[tuple[str, ObjectStore]]) ->
 
     Someone who looks at a directory gives only the directory, whatever name the run had.
     """
-    if not stores:
+    record = _record(stores)
+    if record is None or record.name in ("", config.run):
         return config
-    name = _record(stores).name
-    return load_config(config, {"run": name}) if name and name != config.run else config
+    return load_config(config, {"run": record.name})
 
 
-def _record(stores: list[tuple[str, ObjectStore]]) -> RunRecord:
-    """Read the record of the run from the first tier that has one."""
-    import asyncio
-
+def _record(stores: list[tuple[str, ObjectStore]]) -> RunRecord | None:
+    """Read the record of the run from the first tier that has it whole."""
     for name, store in stores:
-        try:
-            data = asyncio.run(_fetch(store, RUN_RECORD))
-        except MissingObjectError:
-            continue
-        return RunRecord.decode(data, f"{name}: {RUN_RECORD}")
-    raise NotCommittedError(f"tier {stores[0][0]}: there is no run of stepwell here (no {RUN_RECORD})")
+        with suppress(MissingObjectError, IntegrityError):
+            return RunRecord.decode(asyncio.run(_fetch(store, RUN_RECORD)), f"{name}: {RUN_RECORD}")
+    return None
 
 
 async def _fetch(store: ObjectStore, key: str) -> bytes:

@@ -136,8 +136,7 @@ def _killed_run(
             "run": "demo",
             "tiers": [
                 {"kind": "memory", "directory": arena},
-                # The last step as a base, too: it is what plain zarr is shown.
-                {"kind": "directory", "path": directory, "pinned": [plan.steps - 1]},
+                {"kind": "directory", "path": directory},
             ],
         }
     )

@@ -9,7 +9,6 @@ import faulthandler
 import json
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ import numpy as np
 from stepwell.demo.model import Training
 
 if TYPE_CHECKING:
-    from stepwell import Metrics, Restored
+    from stepwell import Restored
 
 __all__ = ["Order", "main"]
 
@@ -59,54 +58,31 @@ def tell(event: str, **facts: object) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
-class Teller:
-    """Times the steps of a life: from the beginning of one body to that of the next."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, float] | None = None
-        self._begun_s = 0.0
-
-    def next(self, blocked_s: float = 0.0) -> None:
-        """A body begins (or the loop ended): tell about the one before, whose save took `blocked_s`."""
-        now_s = time.perf_counter()
-        if self._last is not None:
-            step, loss = self._last
-            spent_ms = (now_s - self._begun_s) * 1e3
-            tell("step", step=step, loss=loss, step_ms=spent_ms, blocked_ms=blocked_s * 1e3)
-            self._last = None
-        self._begun_s = now_s
-
-    def trained(self, step: int, loss: float) -> None:
-        """A body is through."""
-        self._last = (step, loss)
-
-
-def train_plain(training: Training, steps: Iterable[int]) -> None:
+def train_plain(training: Training, total: int) -> None:
     """Train without any checkpoint."""
-    teller = Teller()
-    for step in steps:
-        teller.next()
-        teller.trained(step, training.step())
-    teller.next()
+    for step in range(total):
+        begun_s = time.perf_counter()
+        loss = training.step()
+        tell("step", step=step, loss=loss, step_ms=_since_ms(begun_s), blocked_ms=0.0)
 
 
-def train_saved(training: Training, order: Order) -> None:
+def train_saved(training: Training, total: int, config: dict[str, object]) -> None:
     """Train with a checkpoint at every step, from wherever the run had got to."""
     import stepwell
 
-    teller = Teller()
     with stepwell.open_sync(
-        order.config, model=training.model, optimizer=training.optimizer, extra=training.extra
+        config, model=training.model, optimizer=training.optimizer, extra=training.extra
     ) as well:
-        first = True
-        for step in well.steps(order.steps):
-            if first:
-                first = False
-                _tell_restored(well.restored)
-            teller.next(_last_blocked_s(well.metrics()))
-            teller.trained(step, training.step())
-        teller.next(_last_blocked_s(well.metrics()))
-        well.wait_until_finished()
+        restored = well.restore()
+        _tell_restored(restored)
+        # `for step in well.steps(total)` does the same; here the last save is to be a base, too.
+        for step in range(0 if restored is None else restored.step + 1, total):
+            begun_s = time.perf_counter()
+            loss = training.step()
+            well.save(step, base=step == total - 1)
+            spent_ms = _since_ms(begun_s)
+            blocked_ms = well.metrics().saves[-1].blocked_s * 1e3
+            tell("step", step=step, loss=loss, step_ms=spent_ms, blocked_ms=blocked_ms)
 
 
 def _tell_restored(restored: Restored | None) -> None:
@@ -121,8 +97,8 @@ def _tell_restored(restored: Restored | None) -> None:
         )
 
 
-def _last_blocked_s(metrics: Metrics) -> float:
-    return metrics.blocked_s[-1] if metrics.blocked_s else 0.0
+def _since_ms(begun_s: float) -> float:
+    return (time.perf_counter() - begun_s) * 1e3
 
 
 def main(path: str) -> None:
@@ -132,9 +108,9 @@ def main(path: str) -> None:
     training = Training(order.steps)
     tell("begin", params=training.parameter_count)
     if order.config is None:
-        train_plain(training, range(order.steps))
+        train_plain(training, order.steps)
     else:
-        train_saved(training, order)
+        train_saved(training, order.steps, order.config)
     arrays = {name: tensor.detach().numpy() for name, tensor in training.final_state().items()}
     np.savez(order.final, **arrays)  # type: ignore[arg-type]
     tell("done")
