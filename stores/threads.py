@@ -1,0 +1,89 @@
+"""Blocking work of a store, off the event loop.
+
+A cancelled await does not stop a thread, and the caller frees its buffers as soon as the call
+ends. So a cancelled call here first waits for its threads, and only then raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from stepwell.errors import UsageError
+
+__all__ = ["Workers"]
+
+T = TypeVar("T")
+
+
+class Workers:
+    """A bounded pool of threads that any event loop of this process may use.
+
+    Threads start with the first call, and end with `close` or when the object is collected.
+
+    Parameters
+    ----------
+    name : str
+        Prefix of the names of the threads.
+    count : int
+        Number of threads at most.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        self._name = name
+        self._count = count
+        self._pid = os.getpid()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def check_process(self) -> None:
+        """Raise UsageError in a forked child: threads and locks of the parent do not exist there."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"{self._name} was opened by process {self._pid} and is used in its forked child "
+                f"{os.getpid()}; open it again there, or start processes with 'spawn'"
+            )
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run `function` in a thread and return what it returns."""
+        return (await self.run_all([function]))[0]
+
+    async def run_all(self, functions: Iterable[Callable[[], T]]) -> list[T]:
+        """Run all functions, `count` at a time, and return their results in order.
+
+        All have ended when this returns or raises; of several errors the first in order is raised.
+        """
+        self.check_process()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
+        futures = [self._pool.submit(function) for function in functions]
+        await _until_settled(futures)
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Let the threads end once they are idle. A later call starts new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None and os.getpid() == self._pid:
+            pool.shutdown(wait=False)
+
+
+async def _until_settled(futures: Sequence[Future[T]]) -> None:
+    """Wait until every future is done; when cancelled, cancel what has not begun, wait, raise."""
+    waiting = [asyncio.wrap_future(future) for future in futures]
+    pending = set(waiting)
+    cancelled: asyncio.CancelledError | None = None
+    while pending:
+        try:
+            _, pending = await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            for future in futures:
+                future.cancel()
+            pending = {each for each in waiting if not each.done()}
+    for each in waiting:
+        if not each.cancelled():
+            each.exception()  # marks it as seen; the caller takes it from the thread's own future
+    if cancelled is not None:
+        raise cancelled
