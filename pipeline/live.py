@@ -18,8 +18,9 @@ from stepwell.pipeline.base import Kind
 from stepwell.pipeline.bits import dtype_name
 from stepwell.pipeline.collected import TREE_FORMAT, Collected, Gatherer, encode_states, spec_of
 from stepwell.pipeline.layout import TensorSpec
+from stepwell.pipeline.live_check import check_state
 from stepwell.pipeline.live_extra import encode_extra, validate_extra
-from stepwell.pipeline.live_load import check_state, load_state
+from stepwell.pipeline.live_load import load_state
 from stepwell.pipeline.live_scan import (
     ModelScan,
     OptimizerRef,
@@ -130,6 +131,25 @@ class LiveState:
                     return f"{ref.name}: the parameters of group {g} changed"
         return None
 
+    def obstacles(self) -> list[str]:
+        """Why the updates of this state cannot be replayed from gradients alone; empty if they can.
+
+        What only shows while training (closures, hooks, compiled steps) is for the capture to find.
+        """
+        reasons: list[str] = []
+        if self.shared_memory:
+            reasons.append(f"parameters share memory: {', '.join(self.shared_memory[:5])}")
+        owner: dict[str, str] = {}
+        for ref in self.optimizers:
+            if ref.custom:
+                reasons.append(f"{ref.name} has a state_dict of its own")
+            elif any(not isinstance(key, torch.Tensor) for key in ref.optimizer.state):
+                reasons.append(f"{ref.name} keeps state that belongs to no parameter")
+            for name in (name for names in ref.parameters for name in names):
+                if owner.setdefault(name, ref.name) != ref.name:
+                    reasons.append(f"{name} is stepped by {owner[name]} and {ref.name}")
+        return reasons
+
     def collect(self) -> Collected:
         """Take the whole state apart.
 
@@ -137,7 +157,7 @@ class LiveState:
         -------
         Collected
             Tensors are live references: copy them before training goes on. Parameters first, in the
-            order of ``parameters``; then optimizer states, one key after the other; then the rest.
+            order of ``parameters``; then optimizer states; then the rest.
 
         Raises
         ------
@@ -182,7 +202,7 @@ class LiveState:
         return self._finish(gatherer, optimizers, whole=False)
 
     def check(self, collected: Collected) -> None:
-        """Compare a whole saved state with this one; see ``live_load.check_state``."""
+        """Compare a whole saved state with this one; see ``live_check.check_state``."""
         check_state(self, collected.tree, collected.specs)
 
     def load(self, collected: Collected) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from stepwell.errors import FormatError, StateMismatchError, StepwellError, UsageError
-from stepwell.pipeline.bits import copy_exact, own_copy
+from stepwell.pipeline.bits import copy_exact, overlaps_itself, own_copy
 from stepwell.pipeline.live_scan import Stateful
 from stepwell.pipeline.random_state import GENERATORS, generator_state, restore_generator
 from stepwell.pipeline.tree import JsonValue, TensorLookup, TreeEncoder, decode_tree, escape_segment
@@ -104,7 +104,7 @@ def load_extra(name: str, live: object, saved: object) -> object:
     """
     kind = extra_kind(live)
     if kind == "value":
-        return _assign(live, saved)
+        return _assign(live, saved, set())
     try:
         if kind == "generator":
             restore_generator(live, saved)
@@ -119,28 +119,38 @@ def load_extra(name: str, live: object, saved: object) -> object:
     return live
 
 
-def _assign(live: object, saved: object) -> object:
-    """Update a plain value in place, as deep as types agree."""
-    if type(live) is not type(saved):
+def _assign(live: object, saved: object, used: set[int]) -> object:
+    """Update a plain value in place, as deep as types agree.
+
+    `used` holds what was updated already: where the live value has one object in two places and the
+    saved one has two, only the first is updated and the second replaced.
+    """
+    identity = live.data_ptr() if isinstance(live, torch.Tensor) else id(live)
+    if type(live) is not type(saved) or identity in used:
         return saved
+    used.add(identity)
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if live.shape != saved.shape or live.dtype != saved.dtype:
+        if live.shape != saved.shape or live.dtype != saved.dtype or overlaps_itself(live):
             return saved
         copy_exact(live, saved)
         return live
     if isinstance(live, dict):
-        saved_items = cast("dict[object, object]", saved)
-        merged = {key: _assign(live[key], item) if key in live else item for key, item in saved_items.items()}
+        items = cast("dict[object, object]", saved)
+        merged = {key: _assign(live[key], item, used) if key in live else item for key, item in items.items()}
         live.clear()
-        dict.update(live, merged)
+        for key, item in merged.items():  # not update(): that of a Counter adds up
+            live[key] = item
         return live
     if isinstance(live, list):
-        items = cast("list[object]", saved)
-        live[:] = [_assign(live[i], item) if i < len(live) else item for i, item in enumerate(items)]
+        values = cast("list[object]", saved)
+        live[:] = [_assign(live[i], item, used) if i < len(live) else item for i, item in enumerate(values)]
         return live
     if isinstance(live, set):
         live.clear()
         live.update(cast("set[object]", saved))
+        return live
+    if isinstance(live, bytearray):
+        live[:] = cast(bytearray, saved)
         return live
     if isinstance(live, deque) and live.maxlen == cast("deque[object]", saved).maxlen:
         live.clear()
