@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -57,9 +57,7 @@ class UpdateRecord:
 
     def group_params(self, group: int) -> tuple[int, ...]:
         """Return the layout's tensor indices of one group, in the group's order."""
-        params = self.groups[group]["params"]
-        assert isinstance(params, list)
-        return tuple(int(index) for index in params)
+        return tuple(cast("list[int]", self.groups[group]["params"]))
 
     def decoded_groups(self) -> list[dict[str, object]]:
         """Return fresh group dictionaries; ``"params"`` is a list of layout tensor indices.

@@ -1,0 +1,137 @@
+"""Cheap guards over live tensors: what changed behind the capture's back, and what was kept.
+
+A guard is one flat pass that reads ``_version``. It is necessary, not sufficient: fused CPU kernels
+and writes through ``.data`` never bump a version; digests and the proof find those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+
+import torch
+import xxhash
+
+from stepwell.pipeline.bits import as_integers, tensor_bytes
+
+__all__ = ["GradientWatch", "ParameterWatch", "content_mark", "unused_gradient", "versions_of"]
+
+WITNESS_COUNT = 4
+WITNESS_BYTES = 1 << 16
+"""Held beyond their copy only to recognise kept gradients, so few and small (the smallest ones)."""
+
+
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Read the version counters; -1 stands for None.
+
+    Raises
+    ------
+    RuntimeError
+        A tensor made in inference mode has no counter.
+    """
+    return [-1 if tensor is None else tensor._version for tensor in tensors]
+
+
+def content_mark(tensor: torch.Tensor) -> int:
+    """Return a checksum of a tensor's bits."""
+    if tensor.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(tensor_bytes(tensor).data)
+    # not tested: needs an accelerator. A weighted sum mod 2**64, so that moved values count too.
+    flat = as_integers(tensor).reshape(-1).to(torch.int64)
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device)
+    return int((flat * weights).sum().item())
+
+
+def unused_gradient(gradients: Sequence[torch.Tensor | None]) -> int | None:
+    """Return the index of a gradient that holds something, or None.
+
+    All zero is nothing (``zero_grad(set_to_none=False)``), and gradients that are not finite are
+    what GradScaler leaves behind when it skips an update.
+    """
+    present = [
+        (index, gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient)
+        for index, gradient in enumerate(gradients)
+        if gradient is not None
+    ]
+    # One by one, not summed up: the first gradient usually decides.
+    used = next((index for index, values in present if bool(torch.count_nonzero(values.detach()))), None)
+    if used is None or any(not bool(values.detach().isfinite().all()) for _, values in present):
+        return None
+    return used
+
+
+class ParameterWatch:
+    """Tells whether parameters changed since they were last remembered.
+
+    Parameters
+    ----------
+    names : sequence of str
+    tensors : sequence of Tensor
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        self.names = tuple(names)
+        self.tensors = list(tensors)
+        self._versions = versions_of(self.tensors)
+
+    def remember(self) -> None:
+        """Take the state of now as unchanged."""
+        self._versions = versions_of(self.tensors)
+
+    def changed(self) -> list[int]:
+        """Return the indices of the parameters written to since."""
+        versions = versions_of(self.tensors)
+        if versions == self._versions:
+            return []
+        return [i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old]
+
+
+class GradientWatch:
+    """Remembers the gradients of an update without holding their memory.
+
+    Objects are recognised by identity of a few small witnesses, which are held, and by ``id`` and
+    version of all others.
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._versions: list[int] = []
+        self._witnesses: list[tuple[int, torch.Tensor]] = []
+
+    def remember(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take these gradients as those of the last update, as they are now."""
+        self._ids = [id(gradient) for gradient in gradients]
+        self._versions = versions_of(gradients)
+        places = [index for index, _ in self._witnesses]
+        if not places or any(gradients[index] is None for index in places):
+            places = self._choose(gradients)
+        self._witnesses = [(i, g) for i in places if (g := gradients[i]) is not None]
+
+    def forget(self) -> None:
+        """Release the witnesses and know nothing."""
+        self._ids, self._versions, self._witnesses = [], [], []
+
+    def kept(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Say whether any witness is still in use as a gradient."""
+        return any(gradients[index] is witness for index, witness in self._witnesses)
+
+    def same(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Say whether all gradients that are there now are the remembered ones, not written to since."""
+        if not self._ids:
+            return all(gradient is None for gradient in gradients)
+        witnesses = [gradients[index] for index, _ in self._witnesses]
+        if not all(map(is_, witnesses, [w for _, w in self._witnesses])) and any(
+            gradient is not None for gradient in gradients
+        ):
+            return False
+        return all(
+            gradient is None or (id(gradient) == known and gradient._version == version)
+            for gradient, known, version in zip(gradients, self._ids, self._versions, strict=True)
+        )
+
+    @staticmethod
+    def _choose(gradients: Sequence[torch.Tensor | None]) -> list[int]:
+        sizes = sorted((g.nbytes, index) for index, g in enumerate(gradients) if g is not None)
+        chosen = [index for size, index in sizes[:WITNESS_COUNT] if size <= WITNESS_BYTES]
+        # With no small gradient at all the smallest one has to do.
+        return chosen or [index for _, index in sizes[:1]]
