@@ -237,6 +237,11 @@ def test_two_tiers_of_one_name() -> None:
     assert "two tiers are called 'memory'" in faults_of({"tiers": [{"kind": "memory"}] * 2})[1]
 
 
+def test_a_second_memory_tier() -> None:
+    tiers = [{"kind": "memory"}, {"kind": "memory", "name": "other"}]
+    assert "one memory tier at most" in faults_of({"tiers": tiers})[1]
+
+
 def test_a_mapping_without_tiers_shows_how() -> None:
     assert "tiers: [{kind: memory}, {kind: directory" in faults_of({})[1]
 

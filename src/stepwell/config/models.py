@@ -25,7 +25,7 @@ class Config(Strict):
     Attributes
     ----------
     run : str
-        Name of the run; part of every object, so two runs are never mixed up.
+        Name of the run, for people; each run also draws a random one, so two are never mixed up.
     preset : "exact"
         The pipeline where `pipeline` is not given.
     tiers : tuple of tiers
@@ -94,6 +94,8 @@ class Config(Strict):
         doubled = sorted({label for label in labels if labels.count(label) > 1})
         if doubled:
             raise ValueError(f"two tiers are called {doubled[0]!r}; give each its own `name`")
+        if sum(isinstance(tier, MemoryTier) for tier in tiers) > 1:
+            raise ValueError("a process has one memory tier at most")
         return tiers
 
     @field_validator("pipeline")
