@@ -151,20 +151,26 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     lazy = tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
     if tensor.is_contiguous() and not lazy:
         return tensor
-    copied = as_integers(tensor).contiguous()
-    if tensor.is_complex():
-        halves = {2: torch.float16, 4: torch.float32, 8: torch.float64}[copied.element_size()]
-        return torch.view_as_complex(copied.view(halves))
-    return copied.view(tensor.dtype)
+    return _from_integers(as_integers(tensor).contiguous(), tensor.dtype)
+
+
+def _from_integers(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Undo ``as_integers`` for a contiguous tensor."""
+    if not dtype.is_complex:
+        return integers.view(dtype)
+    halves = {2: torch.float16, 4: torch.float32, 8: torch.float64}[integers.element_size()]
+    return torch.view_as_complex(integers.view(halves))
 
 
 def own_copy(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
     """Contiguous copy with memory of its own, on `device` or where the tensor is."""
     flat = dense(tensor)
-    if device is not None and flat.device != torch.device(device):
-        return flat.to(device)
-    # A clone of a contiguous tensor is one memcpy, whatever the dtype.
-    return flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
+    if flat.data_ptr() != tensor.data_ptr() and (device is None or flat.device == torch.device(device)):
+        return flat
+    # As integers even here: cloning a bool tensor normalises its bytes.
+    copied = as_integers(flat)
+    copied = copied.clone() if device is None else copied.to(device, copy=True)
+    return _from_integers(copied, flat.dtype)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> Bytes:
@@ -209,7 +215,7 @@ def bytes_to_tensor(
             f"a {dtype} tensor of shape {tuple(shape)} needs {size_bytes} bytes, there are {flat.nbytes}"
         )
     if size_bytes == 0:
-        return torch.empty(tuple(shape), dtype=wanted)
+        return torch.empty(0, dtype=torch.uint8).view(wanted).view(tuple(shape))
     if flat.flags.writeable:
         return torch.from_numpy(flat).view(wanted).view(tuple(shape))
     # torch warns about read-only buffers, and silencing a warning is not safe across threads: hand

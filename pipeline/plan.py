@@ -109,13 +109,14 @@ def grid_of(spec: TensorSpec, layout: Layout) -> tuple[int, ...]:
 
     A tensor in one piece has its own shape as chunk shape, with 1 in place of 0 (zarr has no empty chunks).
     """
-    first = pieces_by_tensor(layout)[layout.index_of[spec.name]][0].piece
-    remaining = max(first.stop - first.start, 1)
+    pieces = pieces_by_tensor(layout)[layout.index_of[spec.name]]
+    if len(pieces) == 1:
+        return tuple(max(extent, 1) for extent in spec.shape)
+    remaining = pieces[0].piece.stop - pieces[0].piece.start
     grid: list[int] = []
     for extent in reversed(spec.shape):
-        part = min(max(extent, 1), remaining)
-        grid.append(part)
-        remaining = max(remaining // part, 1)
+        grid.append(min(extent, remaining))
+        remaining = max(remaining // grid[-1], 1)
     return tuple(reversed(grid))
 
 
