@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from stepwell.cli import app
+from stepwell.cli import app, output
 from stepwell.cli.output import bytes_text, ranges_text
 from stepwell.config import load_config
 from stepwell.demo.supervisor import Plan
@@ -356,6 +357,25 @@ def test_the_demo_kills_in_different_parts_of_the_run(tmp_path: Path) -> None:
         assert 0 < kills[0] <= kills[-1] < plan.steps - 1
     with pytest.raises(UsageError, match="at least 16 steps"):
         Plan(15, 3).checked()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("quiet", "after_s", "shown"), [(False, 0.0, True), (False, 9.0, False), (True, 0.0, False)]
+)
+def test_progress_shows_only_on_a_terminal_and_only_when_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, quiet: bool, after_s: float, shown: bool
+) -> None:
+    monkeypatch.setattr(output, "QUIET_S", after_s)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with output.Meter("verifying", quiet=quiet) as meter:
+        meter(1, 2)
+    assert isinstance(sys.stderr, Terminal)
+    assert ("verifying" in sys.stderr.getvalue()) is shown
 
 
 def test_sizes_and_ranges_for_people() -> None:

@@ -16,7 +16,7 @@ __all__ = ["demo"]
 
 
 def demo(
-    steps: Annotated[int, typer.Option(help="Steps to train.", min=1)] = 50,
+    steps: Annotated[int, typer.Option(help="Steps to train.", min=1)] = 40,
     kills: Annotated[int, typer.Option(help="How often to kill the run.", min=0)] = 2,
     directory: Annotated[
         Path | None,

@@ -47,7 +47,7 @@ class Plan:
         Takes the checkpoints and keeps them; must be empty or absent. None: a temporary directory.
     """
 
-    steps: int = 50
+    steps: int = 40
     kills: int = 2
     directory: Path | None = None
 
