@@ -26,6 +26,7 @@ __all__ = [
     "optimizer_class",
     "private_optimizer",
     "raw_step",
+    "why_not_repeatable",
     "writes_gradients",
 ]
 
@@ -201,3 +202,31 @@ def writes_gradients(cls: type[Optimizer], group: Mapping[str, object], scaled: 
     if cls is torch.optim.SGD:
         return bool(group.get("nesterov"))
     return not is_elementwise(cls)
+
+
+def why_not_repeatable(optimizer: Optimizer) -> str | None:
+    """Say why the next step of a live optimizer would not give the same bits twice, or return None.
+
+    To be asked before the step, with ``.grad`` and ``found_inf`` as it will find them. Both faults
+    are torch's own (2.13, CPU), in fused SGD with momentum: the 16-bit kernel stores momentum that
+    depends on what lies behind the tensor (measured: the same call twice, other bits), and a first
+    step that GradScaler skips leaves the new momentum uninitialised.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return None
+    for group in optimizer.param_groups:
+        if not group.get("fused") or not group.get("momentum"):
+            continue
+        if any(p.element_size() == 2 and p.is_cpu for p in group["params"]):
+            return "fused SGD with momentum is not deterministic for 16-bit parameters on the CPU"
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not bool(found_inf):
+            continue
+        if all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in _stepped(group)):
+            return "fused SGD leaves its momentum uninitialised when GradScaler skips the first step"
+    return None
+
+
+def _stepped(group: Mapping[str, object]) -> list[torch.Tensor]:
+    params = cast("list[torch.Tensor]", group["params"])
+    return [p for p in params if p.grad is not None]

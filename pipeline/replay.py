@@ -140,13 +140,19 @@ class BlockedReplay:
                 places.append(place)
         return slices, places
 
-    def finish(self) -> None:
+    def finish(self, *, partial: bool = False) -> None:
         """Write what is one per parameter (``step``) and state that the updates made.
+
+        Parameters
+        ----------
+        partial : bool
+            Allow tensors of which only some chunks were run (an offline view of one chunk). Their
+            other elements keep the old state; where the updates made an entry, those are zeros.
 
         Raises
         ------
         UsageError
-            Some, but not all, chunks of a tensor were run.
+            Some, but not all, chunks of a tensor were run, and not `partial`.
         """
         for index, whole in self._tensors.items():
             if whole.pieces == 0:
@@ -154,7 +160,7 @@ class BlockedReplay:
                 empty = whole.slice(index, 0, 0)
                 replay_slices(self._optimizer, self._updates, [empty], _no_elements(empty.weight))
                 whole.take(empty)
-            whole.finish(self._state)
+            whole.finish(self._state, partial)
 
 
 def _no_elements(weight: torch.Tensor) -> GradientOf:
@@ -204,15 +210,15 @@ class _Whole:
                 continue
             if key not in self._entries:
                 shape = self._weight.shape
-                self._entries[key] = torch.empty(shape, dtype=value.dtype, device=value.device)
+                self._entries[key] = torch.zeros(shape, dtype=value.dtype, device=value.device)
             target = self._part(self._entries[key], cut.start, cut.stop)
             if value.data_ptr() != target.data_ptr():
                 target.copy_(value)
 
-    def finish(self, state: State) -> None:
+    def finish(self, state: State, partial: bool) -> None:
         if self._run == 0:
             return
-        if self._run < self.pieces:
+        if self._run < self.pieces and not partial:
             raise UsageError(f"{self.name}: {self._run} of {self.pieces} chunks were replayed")
         if self._flat.data_ptr() != self._weight.data_ptr():
             copy_exact(self._weight, self._flat)
@@ -220,19 +226,23 @@ class _Whole:
             return
         written = state.setdefault(self.name, self._state)
         for key in self._order:
-            if key not in self._entries:
-                written[key] = self._scalars[key]
-                continue
+            made = self._entries.get(key, self._scalars.get(key))
             current = written.get(key)
-            if isinstance(current, torch.Tensor):
-                if current.data_ptr() != self._entries[key].data_ptr():
-                    copy_exact(current, self._entries[key])
-            else:
-                # A new entry has the memory order of its weight, as ``zeros_like`` gives it.
-                made = self._entries[key]
-                fresh = torch.empty_like(self._weight, dtype=made.dtype)
-                copy_exact(fresh, made)
-                written[key] = fresh
+            if not isinstance(made, torch.Tensor):
+                written[key] = made
+            elif not isinstance(current, torch.Tensor) or current.dtype != made.dtype:
+                written[key] = self._ordered(made) if key in self._entries else made
+            elif current.data_ptr() != made.data_ptr():
+                # In place: a captured CUDA graph knows the address of ``step``.
+                copy_exact(current, made)
+
+    def _ordered(self, made: torch.Tensor) -> torch.Tensor:
+        """Give a new entry the memory order of its weight, as ``zeros_like`` gives it."""
+        if self._weight.is_contiguous():
+            return made
+        ordered = torch.empty_like(self._weight, dtype=made.dtype)
+        copy_exact(ordered, made)
+        return ordered
 
     def _part(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         if stop - start == tensor.numel():

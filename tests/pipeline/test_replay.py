@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stepwell.errors import IntegrityError, StateMismatchError, UsageError
 from stepwell.pipeline.base import Kind
@@ -19,8 +20,19 @@ from stepwell.pipeline.plan import gradient_layout
 from stepwell.pipeline.replay import BlockedReplay, StepwiseReplay, blocks_exactly
 from stepwell.pipeline.update import GroupEncoder, UpdateRecord, class_name_of, environment_of
 
+FILLED = [(), (1,), (3,), (5, 7), (64,), (130,), (33, 67), (40, 128), (2, 3, 5), (8, 8)]
 SHAPES = [(), (1,), (3,), (5, 7), (64,), (130,), (0,), (33, 67), (40, 128), (2, 0, 3), (8, 8)]
 """0-dim, tiny, odd, empty, and three that chunk_bytes=4096 (1024 elements) cuts."""
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """A parallel region per tiny update costs milliseconds on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 Maker = Callable[[Iterable[object]], torch.optim.Optimizer]
 State = dict[str, dict[str, object]]
@@ -215,7 +227,6 @@ def adam_flags() -> list[dict[str, object]]:
         {"maximize": True, "weight_decay": 0.1},
         {"maximize": True, "weight_decay": 0.1, "foreach": True},
         {"maximize": True, "weight_decay": 0.1, "fused": True},
-        {"differentiable": True},
         {"lr": torch.tensor(0.01)},
         {"lr": torch.tensor([0.01], dtype=torch.float64), "fused": True},
         {"eps": 1e-3, "betas": (0.0, 0.5)},
@@ -272,7 +283,9 @@ def label(case: object) -> str:
 def test_every_optimizer_and_flag_replays_bit_for_bit(
     cls: type[torch.optim.Optimizer], flags: dict[str, object]
 ) -> None:
-    exercise(lambda groups: cls(groups, **copy.deepcopy(flags)), groups=2)
+    # Adafactor divides by the number of elements.
+    shapes = FILLED if cls is torch.optim.Adafactor else SHAPES
+    exercise(lambda groups: cls(groups, **copy.deepcopy(flags)), groups=2, shapes=shapes)
 
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -284,7 +297,9 @@ DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 def test_other_dtypes(cls: type[torch.optim.Optimizer], way: dict[str, object], dtype: torch.dtype) -> None:
     if dtype.is_complex and way.get("fused"):
         pytest.skip("torch has no fused update of complex parameters")
-    flags = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+    # Fused SGD with momentum is not deterministic in 16 bits: see test_private.
+    sixteen = dtype.itemsize == 2 and way.get("fused")
+    flags = {"momentum": 0.9} if cls is torch.optim.SGD and not sixteen else {}
     exercise(lambda groups: cls(groups, lr=0.01, weight_decay=0.1, **way, **flags), dtype=dtype)
 
 
@@ -373,7 +388,7 @@ def test_sgd_momentum_under_fused_and_a_later_inf_step() -> None:
 @pytest.mark.parametrize("way", [{}, {"foreach": True}], ids=label)
 def test_weights_that_are_not_contiguous(way: dict[str, object]) -> None:
     exercise(lambda groups: torch.optim.AdamW(groups, **way), strided=True)
-    exercise(lambda groups: torch.optim.Adafactor(groups, **way), strided=True)
+    exercise(lambda groups: torch.optim.Adafactor(groups, **way), strided=True, shapes=FILLED)
 
 
 def test_fused_over_transposed_weights_goes_stepwise() -> None:
@@ -422,7 +437,7 @@ def test_scheduled_and_hooked_optimizers_do_not_leak_into_replay() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 10)
     calls: list[int] = []
     run.optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: calls.append(2))
+    handle = register_optimizer_step_pre_hook(lambda *_: calls.append(2))
     try:
         weights, state = run.weights(), run.state()
         for _ in range(4):
