@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import stepwell
+from stepwell import errors
+
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"errors": 0, "codecs": 1, "stores": 1, "pipeline": 2}
 FACADE = 3
@@ -21,6 +24,37 @@ TREES = {
 }
 LINES_MAX = 600
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "pipeline", "stores"}
+PUBLIC = [
+    "AsyncHandle",
+    "Config",
+    "Handle",
+    "Metrics",
+    "Restored",
+    "SaveRecord",
+    "SyncWell",
+    "Well",
+    "load_config",
+    "open",
+    "open_sync",
+    "view",
+    "ConfigError",
+    "DeadlineError",
+    "FormatError",
+    "IntegrityError",
+    "LockedError",
+    "MissingObjectError",
+    "NoSpaceError",
+    "NotCommittedError",
+    "ObjectExistsError",
+    "PermanentStoreError",
+    "StateMismatchError",
+    "StepwellError",
+    "StoreError",
+    "TransientStoreError",
+    "UnsupportedValueError",
+    "UsageError",
+]
+"""Names people may use; everything else may change. A new one is justified in its commit."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -107,6 +141,22 @@ def run_fresh(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(stepwell.__all__) == sorted(PUBLIC) == dir(stepwell)
+    with pytest.raises(AttributeError, match="no attribute 'sav'"):
+        stepwell.sav  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(stepwell, name)
+    assert value.__doc__
+
+
+def test_every_error_class_is_public() -> None:
+    assert set(errors.__all__) <= set(PUBLIC)
 
 
 def test_import_stepwell_is_light() -> None:
