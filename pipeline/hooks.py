@@ -20,6 +20,7 @@ from stepwell.pipeline.replayable import (
     gradient_specs,
     hidden_from_compilers,
     parameters_of,
+    runs_hooks,
     why_not_gradients,
     why_not_replayable,
     with_closure,
@@ -106,8 +107,8 @@ class OptimizerTap:
     # Hooks.
 
     def install(self) -> None:
-        """Register the hooks."""
-        if hasattr(self.optimizer, "_optimizer_step_pre_hooks"):
+        """Register the hooks, if there is anything that would call them."""
+        if runs_hooks(self.optimizer):
             self._handles = [
                 self.optimizer.register_step_pre_hook(self._before_update),
                 self.optimizer.register_step_post_hook(self._after_update),
@@ -124,6 +125,8 @@ class OptimizerTap:
 
     def take_places(self) -> None:
         """Put our pre-hook last (others may change gradients) and our post-hook first (or parameters)."""
+        if not self._handles:
+            return
         before, after = self._handles
         pre_hooks = cast("OrderedDict[int, object]", self.optimizer._optimizer_step_pre_hooks)
         post_hooks = cast("OrderedDict[int, object]", self.optimizer._optimizer_step_post_hooks)
@@ -176,8 +179,13 @@ class OptimizerTap:
         self._depth -= 1
         if self._depth > 0:
             return
-        with self.owner.blocked():
-            self._finish_update()
+        try:
+            with self.owner.blocked():
+                self._finish_update()
+        except Exception as error:
+            self.owner.give_up(
+                f"{self.name}: after an update: {type(error).__name__}: {error}"
+            )
 
     def _finish_update(self) -> None:
         latest, self._latest = self._latest, ()

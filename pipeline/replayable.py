@@ -29,10 +29,16 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
+def runs_hooks(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer's step calls the hooks registered with it."""
+    hooked = getattr(type(optimizer).step, "hooked", False)
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and bool(hooked)
+
+
 def why_not_replayable(optimizer: Optimizer) -> str | None:
     """Say why an optimizer's updates can never be described by one gradient each, or return None."""
     cls = type(optimizer)
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(cls.step, "hooked", False):
+    if not runs_hooks(optimizer):
         return f"the step of {cls.__qualname__} runs no hooks"
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS evaluates its closure many times in one step"

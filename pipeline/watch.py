@@ -17,7 +17,7 @@ from stepwell.pipeline.bits import as_integers, tensor_bytes
 __all__ = ["GradientWatch", "ParameterWatch", "content_mark", "unused_gradient", "versions_of"]
 
 WITNESS_COUNT = 4
-WITNESS_BYTES = 1 << 16
+WITNESS_ELEMENTS = 1 << 14
 """Held beyond their copy only to recognise kept gradients, so few and small (the smallest ones)."""
 
 
@@ -131,7 +131,7 @@ class GradientWatch:
 
     @staticmethod
     def _choose(gradients: Sequence[torch.Tensor | None]) -> list[int]:
-        sizes = sorted((g.nbytes, index) for index, g in enumerate(gradients) if g is not None)
-        chosen = [index for size, index in sizes[:WITNESS_COUNT] if size <= WITNESS_BYTES]
+        sizes = sorted((g.numel(), index) for index, g in enumerate(gradients) if g is not None)
+        chosen = [index for size, index in sizes[:WITNESS_COUNT] if size <= WITNESS_ELEMENTS]
         # With no small gradient at all the smallest one has to do.
         return chosen or [index for _, index in sizes[:1]]
