@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 import numpy as np
 import torch
 
-from stepwell.errors import FormatError, StepwellError, UnsupportedValueError
+from stepwell.errors import FormatError, IntegrityError, StepwellError, UnsupportedValueError
 from stepwell.pipeline.bits import bytes_to_tensor, own_copy, tensor_bytes
 
 __all__ = ["DEPTH_MAX", "FACTORIES", "JsonValue", "TensorLookup", "check_numpy", "decode_tree"]
@@ -123,7 +123,10 @@ def _data(body: JsonValue) -> bytes:
 def _decode_inline(body: JsonValue, lookup: TensorLookup, depth: int) -> torch.Tensor:
     name, shape, data = _as_list(body)
     extents = [_as_int(extent) for extent in _as_list(shape)]
-    return own_copy(bytes_to_tensor(_data(data), _as_str(name), extents))
+    try:
+        return own_copy(bytes_to_tensor(_data(data), _as_str(name), extents))
+    except IntegrityError as error:
+        raise FormatError(f"an inlined tensor is damaged: {error}") from error
 
 
 def _decode_array(body: JsonValue, lookup: TensorLookup, depth: int) -> object:

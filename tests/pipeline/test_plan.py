@@ -13,7 +13,9 @@ from stepwell.pipeline.base import Kind
 from stepwell.pipeline.layout import ITEM_BYTES, Layout, TensorSpec
 from stepwell.pipeline.plan import gradient_layout, grid_of, pieces_by_tensor, plan_layout
 
-extents = st.one_of(st.integers(0, 9), st.sampled_from([64, 100, 384, 768, 1000, 4096, 50257, 65536, 1 << 20]))
+extents = st.one_of(
+    st.integers(0, 9), st.sampled_from([64, 100, 384, 768, 1000, 4096, 50257, 65536, 1 << 20])
+)
 shapes = st.lists(extents, max_size=4).map(tuple)
 KINDS = [Kind.WEIGHT, Kind.MOMENT1, Kind.MOMENT2, Kind.AUX]
 
@@ -58,7 +60,9 @@ def check_layout(layout: Layout, chunk_bytes: int) -> None:
         check_tensor_pieces(layout, spec, offset, [p.piece for p in pieces], [p.part for p in pieces])
 
 
-def check_tensor_pieces(layout: Layout, spec: TensorSpec, offset: int, pieces: list, parts: list[int]) -> None:
+def check_tensor_pieces(
+    layout: Layout, spec: TensorSpec, offset: int, pieces: list, parts: list[int]
+) -> None:
     item = ITEM_BYTES[spec.dtype]
     assert [p.start for p in pieces] == [0, *(p.stop for p in pieces[:-1])]
     assert pieces[-1].stop == spec.element_count
@@ -142,7 +146,9 @@ def test_gradient_weight_and_moments_get_the_same_ranges_whatever_their_dtypes(
         ((8388609, 3), (1398080, 3)),
     ],
 )
-def test_large_tensors_are_cut_into_rows_of_a_zarr_grid(shape: tuple[int, ...], grid: tuple[int, ...]) -> None:
+def test_large_tensors_are_cut_into_rows_of_a_zarr_grid(
+    shape: tuple[int, ...], grid: tuple[int, ...]
+) -> None:
     spec = TensorSpec("model/w", shape, "float32", Kind.WEIGHT, "optim:0")
     layout = plan_layout([spec])
     assert grid_of(spec, layout) == grid
