@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from stepwell.errors import StepwellError, StoreError
 from stepwell.pipeline.jobs import BaseJob
-from stepwell.pipeline.keys import Series, pack_key, state_prefix
+from stepwell.pipeline.keys import Series, pack_key
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack import HEADER_BYTES, PackIdentity, PackKind, finish_region
 from stepwell.pipeline.tier import Tier
 from stepwell.pipeline.workers import Workers
-from stepwell.pipeline.zarr_base import export_base
+from stepwell.pipeline.zarr_base import GroupPlan, export_base
+from stepwell.stores.base import WriteItem
 
 if TYPE_CHECKING:
     from stepwell.pipeline.runner import Runner
@@ -26,11 +27,13 @@ class BaseWriter:
     def __init__(self, runner: Runner, workers: Workers) -> None:
         self._runner = runner
         self._workers = workers
+        self._plan: GroupPlan | None = None
 
     async def write(self, job: BaseJob) -> None:
         """Commit `job` in each tier that takes it; its region is released whatever happens."""
         published = False
         try:
+            await asyncio.wrap_future(job.ready)
             header = await self._workers.run(job.header)
             digest = await asyncio.wrap_future(job.digest)
             header["digest"] = digest
@@ -51,19 +54,22 @@ class BaseWriter:
         except StepwellError as error:
             self._runner.failed(Series.BASE, job.link, None, error, job.handle)
         finally:
-            job.release(published)
+            # In a worker: it may wait for a copy, and regions are unmapped here.
+            await self._workers.run(lambda: job.release(published))
 
-    async def _publish(self, job: BaseJob, header: dict[str, object]) -> tuple[ObjectEntry, ...]:
+    def _identity(self, job: BaseJob) -> PackIdentity:
         runner = self._runner
-        identity = PackIdentity(
+        return PackIdentity(
             PackKind.BASE, runner.run_name, job.link.incarnation, job.link.step, runner.rank, runner.world
         )
-        key = pack_key(Series.BASE, job.link.incarnation, job.link.step, runner.rank)
+
+    async def _publish(self, job: BaseJob, header: dict[str, object]) -> tuple[ObjectEntry, ...]:
+        key = pack_key(Series.BASE, job.link.incarnation, job.link.step, self._runner.rank)
         publish = job.publish
         assert publish is not None
 
         def finish() -> ObjectEntry:
-            packed = finish_region(job.payload, identity, header, job.layout)
+            packed = finish_region(job.payload, self._identity(job), header, job.layout)
             publish(key, packed.size_bytes)
             return ObjectEntry(key, packed.size_bytes, packed.xxh3)
 
@@ -71,10 +77,16 @@ class BaseWriter:
 
     async def _export(self, job: BaseJob, header: dict[str, object], tier: Tier) -> tuple[ObjectEntry, ...]:
         run = job.payload[HEADER_BYTES : HEADER_BYTES + job.layout.size_bytes]
-        prefix = state_prefix(job.link.incarnation, job.link.step)
-        export = await self._workers.run(lambda: export_base(job.layout, header, run, prefix))
-        await self._runner.replicate.save_batch(tier, lambda: export.items)
-        return export.objects
+
+        def export() -> tuple[list[WriteItem], tuple[ObjectEntry, ...]]:
+            if self._plan is None or self._plan.layout.hash != job.layout.hash:
+                self._plan = GroupPlan(job.layout)
+            written = list(export_base(self._plan, self._identity(job), header, run))
+            return [item for item, _ in written], tuple(entry for _, entry in written)
+
+        items, objects = await self._workers.run(export)
+        await self._runner.replicate.save_batch(tier, lambda: items)
+        return objects
 
     async def _commit(
         self, job: BaseJob, tier: Tier, objects: tuple[ObjectEntry, ...], digest: object

@@ -87,7 +87,7 @@ class OrderedDeltaStage:
                     f"step {chunk.step}, chunk {chunk.key}: the save it is told against was not read"
                 )
             buffer = await context.run(
-                lambda: np.asarray(decode_difference(chunk.buffer, reference[2], chunk.dtype))
+                lambda: decode_difference(chunk.buffer, reference[2], chunk.dtype, max_bytes=chunk.raw_bytes)
             )
             if buffer.nbytes != chunk.raw_bytes:
                 raise IntegrityError(

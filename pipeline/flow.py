@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Chunk, ChunkStage, StageContext
 from stepwell.pipeline.budget import ByteBudget
 
-__all__ = ["flow"]
+__all__ = ["flow", "recover_chunk"]
 
 QUEUE_CHUNKS = 2  # enough to keep each stage busy; bytes are bounded by the budget, not by this
 
@@ -72,3 +73,21 @@ async def flow(
     finally:
         if held:
             budget.release(held)
+
+
+async def recover_chunk(chunk: Chunk, stages: Sequence[ChunkStage], context: StageContext) -> Chunk:
+    """Send one chunk back through the stages, last to first, until it is raw again.
+
+    Raises
+    ------
+    IntegrityError
+        It does not decode, or has an encoding that none of the stages made.
+    """
+    for stage in reversed(stages):
+        chunk = await stage.recover(chunk, context)
+    if chunk.encodings or chunk.buffer.nbytes != chunk.raw_bytes:
+        raise IntegrityError(
+            f"step {chunk.step}, chunk {chunk.key}: left with {chunk.buffer.nbytes} of {chunk.raw_bytes} bytes and "
+            f"the encodings {[encoding.get('id') for encoding in chunk.encodings]}"
+        )
+    return chunk

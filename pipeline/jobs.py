@@ -68,6 +68,8 @@ class BaseJob:
         Of the whole state; its run begins 64 bytes into the region's payload.
     header : callable
         Builds the JSON header (tree and the like); runs in a worker.
+    ready : future
+        Done when all bytes are in the region.
     payload : memoryview, writable
         The region's payload.
     publish : callable or None
@@ -85,6 +87,7 @@ class BaseJob:
     alone: bool
     layout: Layout
     header: Callable[[], dict[str, object]]
+    ready: concurrent.futures.Future[None]
     payload: memoryview
     publish: Callable[[str, int], None] | None
     release: Callable[[bool], None]

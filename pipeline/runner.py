@@ -140,9 +140,8 @@ class Runner:
         """
         if self._loop is None or self.dead is not None or not self._thread.is_alive():
             raise UsageError(f"the background runner has ended ({self.dead!r}); nothing more can be saved")
-        queue = self._bases if isinstance(job, BaseJob) else self._steps
         self._handles.add(job.handle)
-        self._loop.call_soon_threadsafe(queue.put_nowait, job)
+        self._loop.call_soon_threadsafe(self._accept, job)
 
     def call(self, work: Coroutine[object, object, Result]) -> concurrent.futures.Future[Result]:
         """Run a coroutine on the runner's loop; callable from any other thread."""
@@ -173,6 +172,14 @@ class Runner:
         self._workers.close()
         self._base_workers.close()
         return True
+
+    def _accept(self, job: Job) -> None:
+        if isinstance(job, BaseJob):
+            for tier in self.tiers:
+                tier.base_expected(job.link.step)
+            self._bases.put_nowait(job)
+        else:
+            self._steps.put_nowait(job)
 
     def _run(self) -> None:
         try:
@@ -224,7 +231,7 @@ class Runner:
         try:
             await flow(job.chunks(), self.chunk_stages, collect, self._workers, self._budget)
         finally:
-            job.release()
+            await self._workers.run(job.release)
         digest = await asyncio.wrap_future(job.digest)
         identity = PackIdentity(
             job.kind, self.run_name, job.link.incarnation, job.link.step, self.rank, self.world

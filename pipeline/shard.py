@@ -88,7 +88,7 @@ def decode_planes(chunk: Chunk) -> Chunk:
     rest = chunk.encodings[:-1]
     # Only an innermost encoding has to give the raw length back.
     out = np.empty(chunk.raw_bytes, dtype=np.uint8) if not rest else None
-    decoded = codec.decode(chunk.buffer, out=out)
+    decoded = codec.decode(chunk.buffer, out=out, max_bytes=chunk.raw_bytes)
     buffer = np.frombuffer(decoded, dtype=np.uint8) if out is None else out
     if not rest and buffer.nbytes != chunk.raw_bytes:
         raise IntegrityError(

@@ -5,9 +5,12 @@ Damage in one tier is remembered and the next tier is asked; only what no tier h
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
+
+import numpy as np
 
 from stepwell.errors import IntegrityError, MissingObjectError, NotCommittedError, StoreError
 from stepwell.pipeline.base import Bytes, Chunk
@@ -19,11 +22,13 @@ from stepwell.pipeline.manifest import Manifest
 from stepwell.pipeline.pack import PackReader, base_chunk_key
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.tier import Tier
-from stepwell.pipeline.zarr_base import BaseReader
+from stepwell.pipeline.zarr_base import BaseReader, GroupPlan, read_base
 
 __all__ = ["BaseSource", "SaveSource", "StepSource"]
 
 Result = TypeVar("Result")
+
+RECENT_CHUNKS = 2  # small tensors share chunks and are asked for one after another
 
 DAMAGE = (IntegrityError, MissingObjectError, NotCommittedError, StoreError)
 """What makes the next tier worth asking."""
@@ -36,14 +41,18 @@ class SaveSource:
     ----------
     faults : list of str
         What was found damaged or missing on the way, in words.
+    broken : set of (Series, Link)
+        Saves that are whole in no tier.
     """
 
     def __init__(self, tiers: Sequence[Tier], inventory: Inventory, commit: Commit) -> None:
         self.tiers = list(tiers)
         self.inventory = inventory
         self.faults: list[str] = []
+        self.broken: set[tuple[Series, Link]] = set()
         self._commit = commit
         self._layouts: dict[str, Layout] = {}
+        self._plans: dict[str, GroupPlan] = {}
         self._manifests: dict[tuple[Series, Link, str], Manifest] = {}
 
     def holders(self, series: Series, link: Link) -> list[Tier]:
@@ -74,17 +83,34 @@ class SaveSource:
             self._layouts[layout_hash] = await self._commit.layout(self.tiers, layout_hash)
         return self._layouts[layout_hash]
 
+    def group_plan(self, layout: Layout) -> GroupPlan:
+        """Return the names of a base group's objects, worked out once per layout."""
+        if layout.hash not in self._plans:
+            self._plans[layout.hash] = GroupPlan(layout)
+        return self._plans[layout.hash]
+
     async def step(self, link: Link) -> StepSource:
         """Open a differential."""
         source = StepSource(self, link)
-        await source.open()
+        with self.breaking(Series.STEP, link):
+            await source.open()
         return source
 
     async def base(self, link: Link) -> BaseSource:
         """Open a base."""
         source = BaseSource(self, link)
-        await source.open()
+        with self.breaking(Series.BASE, link):
+            await source.open()
         return source
+
+    @contextmanager
+    def breaking(self, series: Series, link: Link) -> Iterator[None]:
+        """Remember a save as broken when it turns out to be whole in no tier."""
+        try:
+            yield
+        except IntegrityError:
+            self.broken.add((series, link))
+            raise
 
     async def first(
         self, tiers: Sequence[Tier], read: Callable[[Tier], Awaitable[Result]], what: str
@@ -150,11 +176,12 @@ class StepSource:
 
     async def chunk(self, key: str) -> Chunk:
         """Fetch one chunk, verified, still encoded."""
-        _, chunk = await self._source.first(
-            self._source.holders(Series.STEP, self.link),
-            lambda tier: self._chunk(tier, key),
-            f"chunk {key} of step {self.link.step}",
-        )
+        with self._source.breaking(Series.STEP, self.link):
+            _, chunk = await self._source.first(
+                self._source.holders(Series.STEP, self.link),
+                lambda tier: self._chunk(tier, key),
+                f"chunk {key} of step {self.link.step}",
+            )
         return chunk
 
     async def _pack(self, tier: Tier) -> PackReader:
@@ -178,6 +205,8 @@ class BaseSource:
         self._source = source
         self._packs: dict[str, PackReader] = {}
         self._groups: dict[str, BaseReader] = {}
+        self._recent: dict[int, Bytes] = {}
+        self._parts_of: list[list[int]] = []
 
     async def open(self) -> None:
         """Read manifest, layout and header."""
@@ -187,15 +216,44 @@ class BaseSource:
         )
         self.manifest = await source.manifest(Series.BASE, self.link, tier)
         self.header, self.tier = header, tier.name
+        self._parts_of = [[] for _ in self.layout.tensors]
+        for part, chunk in enumerate(self.layout.chunks):
+            for piece in chunk.pieces:
+                self._parts_of[piece.tensor].append(part)
 
     async def chunk(self, part: int) -> Bytes:
         """Return the bytes of one layout chunk, (size_bytes,), uint8, verified; may alias the tier."""
-        _, data = await self._source.first(
-            self._source.holders(Series.BASE, self.link),
-            lambda tier: self._chunk(tier, part),
-            f"chunk {part} of base {self.link.step}",
-        )
+        with self._source.breaking(Series.BASE, self.link):
+            _, data = await self._source.first(
+                self._source.holders(Series.BASE, self.link),
+                lambda tier: self._chunk(tier, part),
+                f"chunk {part} of base {self.link.step}",
+            )
         return data
+
+    async def tensor(self, index: int) -> Bytes:
+        """Return the bytes of one tensor of the layout, (size_bytes,), uint8, verified.
+
+        They alias the tier where it has bases in memory, else they are fresh.
+        """
+        tensor_bytes = self.layout.tensors[index].size_bytes
+        whole: Bytes | None = None
+        start = self.layout.tensor_offsets[index]
+        for part in self._parts_of[index]:
+            chunk = self.layout.chunks[part]
+            if part not in self._recent:
+                if len(self._recent) >= RECENT_CHUNKS:
+                    self._recent.pop(next(iter(self._recent)))
+                self._recent[part] = await self.chunk(part)
+            data = self._recent[part]
+            low, high = max(start, chunk.offset_bytes), min(start + tensor_bytes, chunk.offset_bytes + chunk.size_bytes)
+            cut = data[low - chunk.offset_bytes : high - chunk.offset_bytes]
+            if high - low == tensor_bytes:
+                return cut
+            if whole is None:
+                whole = np.empty(tensor_bytes, np.uint8)
+            whole[low - start : high - start] = cut
+        return np.empty(0, np.uint8) if whole is None else whole
 
     async def _header(self, tier: Tier) -> Mapping[str, object]:
         manifest = await self._source.manifest(Series.BASE, self.link, tier)
@@ -214,12 +272,11 @@ class BaseSource:
     async def _group(self, tier: Tier) -> BaseReader:
         if tier.name not in self._groups:
             manifest = await self._source.manifest(Series.BASE, self.link, tier)
-            reader = BaseReader(tier.store, manifest, self.layout)
-            await reader.open()
-            self._groups[tier.name] = reader
+            plan = self._source.group_plan(self.layout)
+            self._groups[tier.name] = await read_base(tier.store, manifest, plan)
         return self._groups[tier.name]
 
     async def _chunk(self, tier: Tier, part: int) -> Bytes:
         if tier.has_commit_records:
-            return await (await self._group(tier)).chunk(part)
+            return await (await self._group(tier)).read_chunk(part)
         return (await (await self._pack(tier)).chunk(base_chunk_key(part))).buffer

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -53,6 +53,10 @@ class Workers:
                 future.exception()  # seen: the cancellation is what the caller hears of
             raise
 
+    def submit(self, function: Callable[[], Result]) -> Future[Result]:
+        """Run `function` in a thread; for callers that are in no event loop."""
+        return self._pool.submit(function)
+
     def close(self) -> None:
         """Wait for what runs and end the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -72,7 +76,7 @@ def use_one_torch_thread() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     if before != 1:
-        restorer = threading.Thread(target=torch.set_num_threads, args=(before,), name="stepwell-restore-threads")
+        restorer = threading.Thread(target=torch.set_num_threads, args=(before,), name="stepwell-threads")
         restorer.start()
         restorer.join()
 

@@ -1,0 +1,84 @@
+"""Digests of the live weights at every save: at once for small models, in the window after it for large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from stepwell.pipeline.digest import EAGER_BYTES_MAX, Digest, DigestWindow
+from stepwell.pipeline.digester import Digester
+from stepwell.pipeline.layout import Layout
+from stepwell.pipeline.live import LiveState
+from stepwell.pipeline.plan import plan_layout
+from stepwell.pipeline.watch import versions_of
+from stepwell.pipeline.workers import use_one_torch_thread
+
+__all__ = ["WeightDigests"]
+
+
+class WeightDigests:
+    """Digests all parameters of a live state.
+
+    Parameters
+    ----------
+    live : LiveState
+    chunk_bytes : int
+    """
+
+    def __init__(self, live: LiveState, chunk_bytes: int) -> None:
+        self._live = live
+        self._chunk_bytes = chunk_bytes
+        self._version = -1
+        self._digester: Digester | None = None
+        self._first = 0
+        self._pool = ThreadPoolExecutor(1, "stepwell-digest", initializer=use_one_torch_thread)
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the weights as digested now; planned anew when the parameters changed."""
+        return self._current().layout
+
+    def eager(self) -> Digest | None:
+        """Digest everything now, on the caller's thread, if the model is small; None if it is not."""
+        digester = self._current()
+        if digester.layout.size_bytes > EAGER_BYTES_MAX:
+            return None
+        return _whole(digester)
+
+    def whole(self, layout: Layout, algorithm: str) -> Digest:
+        """Digest everything now in terms of a saved layout and algorithm."""
+        return _whole(Digester(layout, self._tensors(), algorithm=algorithm))
+
+    def in_window(self, updates_begun: Callable[[], int], expected: int) -> Future[object]:
+        """Digest in the background until the next update begins; the future gives JSON."""
+        digester = self._current()
+        tensors = [ref.tensor for ref in self._live.parameters]
+        versions = versions_of(tensors)
+        window = DigestWindow(updates_begun, expected, lambda: versions_of(tensors) == versions)
+        first, self._first = self._first, self._first + 1
+
+        def read() -> object:
+            return window.weights(digester, first=first % max(1, len(digester.layout.chunks))).to_json()
+
+        return self._pool.submit(read)
+
+    def close(self) -> None:
+        """Wait for a digest in work and end the thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _current(self) -> Digester:
+        if self._digester is None or self._version != self._live.version:
+            layout = plan_layout(self._live.parameter_specs, chunk_bytes=self._chunk_bytes)
+            self._digester = Digester(layout, self._tensors())
+            self._version = self._live.version
+        return self._digester
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {ref.name: ref.tensor for ref in self._live.parameters}
+
+
+def _whole(digester: Digester) -> Digest:
+    values = tuple(digester.digest(part) for part in range(len(digester.layout.chunks)))
+    return Digest(digester.algorithm, digester.layout.hash, values)

@@ -1,0 +1,187 @@
+"""What a session remembers about its saves: errors to raise, bytes, times, when a base is due.
+
+Written by the runner's thread (`RunnerEvents`) and the trainer's; one lock guards everything, and
+nothing is done under it but bookkeeping.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from stepwell.errors import IntegrityError
+from stepwell.pipeline.keys import Series
+from stepwell.pipeline.outcome import Metrics, Restored, SaveRecord
+from stepwell.pipeline.records import Link
+from stepwell.pipeline.tier import OnError, Tier
+
+__all__ = ["BaseSchedule", "Ledger"]
+
+SAVES_KEPT = 10_000
+BASE_RETRY_SAVES = 10  # a base that failed is tried again after so many saves
+
+
+class BaseSchedule(Protocol):
+    """When bases are taken."""
+
+    @property
+    def base_every(self) -> int:
+        """At the latest after so many saves."""
+        ...
+
+    @property
+    def log_budget(self) -> float:
+        """When the log is so many times as large as its base."""
+        ...
+
+
+class Ledger:
+    """Bookkeeping of one session."""
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        self._lock = threading.Lock()
+        self._saves: deque[SaveRecord] = deque(maxlen=SAVES_KEPT)
+        self._by_link: dict[Link, tuple[SaveRecord, float]] = {}
+        self._errors: deque[BaseException] = deque()
+        self._warnings: deque[str] = deque()
+        self._last_committed: dict[str, int] = {}
+        self._bytes_total = dict.fromkeys(tiers, 0)
+        self._errors_total = dict.fromkeys(tiers, 0)
+        self._unprotected = 0
+        self._must_base: str | None = None
+        self._base_link: Link | None = None
+        self._base_bytes = 0
+        self._log_bytes = 0
+        self._saves_since_base = 0
+        self._base_failed_at: int | None = None
+
+    # Told by the runner.
+
+    def committed(self, series: Series, link: Link, tier: Tier, size_bytes: int) -> None:
+        """A save or base is committed in a tier."""
+        now = time.monotonic()
+        with self._lock:
+            self._bytes_total[tier.name] += size_bytes
+            self._last_committed[tier.name] = max(self._last_committed.get(tier.name, -1), link.step)
+            known = self._by_link.get(link)
+            if known is None:
+                return
+            record, began = known
+            if series is Series.BASE:
+                record.base_bytes = size_bytes
+            if series is Series.STEP or record.kind == "base only":
+                record.durable_s.setdefault(tier.name, now - began)
+
+    def failed(self, series: Series, link: Link, tier: Tier | None, error: BaseException) -> None:
+        """A save or base did not arrive in a tier, or was not taken at all (tier None)."""
+        with self._lock:
+            if tier is not None:
+                self._errors_total[tier.name] += 1
+            if series is Series.STEP:
+                self._must_base = f"step {link.step} did not arrive: {error}"
+            else:
+                self._base_failed_at = self._saves_since_base
+            if tier is None:
+                self._unprotected += 1
+            if tier is None and isinstance(error, IntegrityError):
+                # A torn gradient is no fault of the run: the step is not saved, and the next is a base.
+                self._warnings.append(str(error))
+            elif tier is not None and tier.on_error is OnError.DEGRADE:
+                tier.lost = str(error)
+                self._warnings.append(f"tier {tier.name} is given up, the others go on: {error}")
+            else:
+                self._errors.append(error)
+
+    def encoded(self, link: Link, size_bytes: int) -> None:
+        """A differential is encoded."""
+        with self._lock:
+            if self._base_link is None or link > self._base_link:
+                self._log_bytes += size_bytes
+            known = self._by_link.get(link)
+            if known is not None:
+                known[0].differential_bytes = size_bytes
+
+    # Told by the session.
+
+    def saved(self, record: SaveRecord, link: Link, base_bytes: int) -> None:
+        """A save was captured."""
+        with self._lock:
+            self._saves.append(record)
+            self._by_link[link] = (record, time.monotonic())
+            while len(self._by_link) > 2 * SAVES_KEPT:
+                self._by_link.pop(next(iter(self._by_link)))
+            self._saves_since_base += 1
+            if record.base:
+                self._must_base = self._base_failed_at = None
+                self._base_link, self._base_bytes = link, base_bytes
+                self._log_bytes = self._saves_since_base = 0
+
+    def skipped(self, record: SaveRecord) -> None:
+        """A save was given up for want of room."""
+        with self._lock:
+            self._saves.append(record)
+            self._unprotected += 1
+
+    def went_on_from(self, base_link: Link, base_bytes: int, log_bytes: int, saves: int) -> None:
+        """The run goes on from a restored chain."""
+        with self._lock:
+            self._base_link, self._base_bytes = base_link, base_bytes
+            self._log_bytes, self._saves_since_base = log_bytes, saves
+
+    def want_base(self, reason: str) -> None:
+        """The next save must have a base beside it."""
+        with self._lock:
+            self._must_base = self._must_base or reason
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the last base."""
+        with self._lock:
+            return self._base_bytes
+
+    def must_base(self) -> str | None:
+        """Why the next save must have a base beside it, or None."""
+        with self._lock:
+            return self._must_base
+
+    def base_is_due(self, schedule: BaseSchedule) -> bool:
+        """Whether bytes or saves since the last base ask for one."""
+        with self._lock:
+            failed = self._base_failed_at
+            if failed is not None:
+                # What asked for a base still does; give the store time first.
+                return self._saves_since_base >= failed + BASE_RETRY_SAVES
+            return (
+                self._saves_since_base + 1 >= schedule.base_every
+                or self._log_bytes >= schedule.log_budget * max(1, self._base_bytes)
+            )
+
+    def take_error(self) -> BaseException | None:
+        """Take the oldest failure that was not raised yet."""
+        with self._lock:
+            return self._errors.popleft() if self._errors else None
+
+    def take_warnings(self) -> list[str]:
+        """Take what the trainer should be warned of."""
+        with self._lock:
+            taken, self._warnings = list(self._warnings), deque()
+            return taken
+
+    def metrics(
+        self, restored: Restored | None, lost: dict[str, str], forecast: dict[str, int]
+    ) -> Metrics:
+        """Copy everything out."""
+        with self._lock:
+            return Metrics(
+                saves=tuple(self._saves),
+                last_committed_step=dict(self._last_committed),
+                bytes_total=dict(self._bytes_total),
+                errors_total=dict(self._errors_total),
+                unprotected_steps=self._unprotected,
+                lost_tiers=lost,
+                restored=restored,
+                forecast_bytes=forecast,
+            )

@@ -1,0 +1,554 @@
+"""One open run in one process: what the faces call, and what decides for them.
+
+Everything public here belongs to the trainer's thread, except ``drain`` (signal handlers) and what
+`RunnerEvents` calls from the runner's thread; what both touch is guarded by one lock.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import secrets
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from stepwell.errors import (
+    DeadlineError,
+    IntegrityError,
+    NoSpaceError,
+    NotCommittedError,
+    StepwellError,
+    UsageError,
+)
+from stepwell.pipeline.base import ChunkStage
+from stepwell.pipeline.capture import Capture, Mode
+from stepwell.pipeline.chain import Chain
+from stepwell.pipeline.digesting import WeightDigests
+from stepwell.pipeline.handle import SaveHandle
+from stepwell.pipeline.inventory import Inventory
+from stepwell.pipeline.keys import Series, incarnation_name
+from stepwell.pipeline.ledger import Ledger
+from stepwell.pipeline.live import LiveState
+from stepwell.pipeline.outcome import Metrics, Restored, SaveRecord
+from stepwell.pipeline.reclaim import sweep
+from stepwell.pipeline.records import IncarnationRecord, Link, RunRecord
+from stepwell.pipeline.recovery import Outcome, Recovery
+from stepwell.pipeline.regions import BaseRegions, Regions
+from stepwell.pipeline.runner import Runner
+from stepwell.pipeline.shard import Shard
+from stepwell.pipeline.source import SaveSource
+from stepwell.pipeline.submission import Submission
+from stepwell.pipeline.tier import Tier
+from stepwell.pipeline.update import environment_of
+from stepwell.pipeline.workers import Workers
+from stepwell.stores.arena import Arena
+from stepwell.stores.base import Failure
+
+__all__ = ["Session", "SessionOptions"]
+
+Result = TypeVar("Result")
+
+OPEN_DEADLINE_S = 300.0  # listing a run, even on a slow network file system
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """Settings of a run; named and explained in ``stepwell.config.Config``."""
+
+    capture: Mode = "gradient"
+    save_every: int = 1
+    base_every: int = 50
+    log_budget: float = 1.0
+    stall_limit_s: float = 60.0
+    skip: bool = False
+    on_lost_steps: str = "accept"
+    inexact: str = "accept"
+    chunk_bytes: int = 16 << 20
+    budget_bytes: int = 256 << 20
+    drain_deadline_s: float = 30.0
+    close_deadline_s: float = 600.0
+    threads: int = 1
+    slots: int = 3
+    handle_sigterm: bool = True
+
+
+class Session:
+    """An open run.
+
+    Parameters
+    ----------
+    live : LiveState
+    tiers : sequence of Tier
+        Nearest first.
+    record : RunRecord
+    options : SessionOptions
+    stages : callable
+        Makes fresh chunk stages.
+    arena : Arena or None
+        Where the memory tier is.
+    fresh : bool
+        Begin anew although something is committed.
+    closing : ExitStack
+        Run at the end: locks and stores.
+    """
+
+    def __init__(
+        self,
+        live: LiveState,
+        tiers: Sequence[Tier],
+        record: RunRecord,
+        options: SessionOptions,
+        *,
+        stages: Callable[[], list[ChunkStage]],
+        arena: Arena | None,
+        fresh: bool,
+        closing: ExitStack,
+    ) -> None:
+        self.live = live
+        self.tiers = list(tiers)
+        self.options = options
+        self.restored: Restored | None = None
+        self._record = record
+        self._stages = stages
+        self._arena = arena
+        self._fresh = fresh
+        self._closing = closing
+        self._pid = os.getpid()
+        self._closed = False
+        self._incarnation: IncarnationRecord | None = None
+        self._previous: Link | None = None
+        self._last_step: int | None = None
+        self._hooks_s = 0.0
+        self._non_empty = False
+        self._handles: deque[SaveHandle] = deque()
+        self.ledger = Ledger([tier.name for tier in tiers])
+        self._regions = Regions(arena)
+        self._background = Workers(1, "stepwell-reserve", nice=5)
+        stall_limit_s = 0.0 if options.skip else options.stall_limit_s
+        self._bases = BaseRegions(self._regions, stall_limit_s, self._background.submit)
+        self._digests = WeightDigests(live, options.chunk_bytes)
+        self._runner = Runner(
+            run=record.run,
+            tiers=self.tiers,
+            chunk_stages=stages(),
+            shard=Shard(),
+            inventory=Inventory(),
+            events=self.ledger,
+            budget_bytes=options.budget_bytes,
+            threads=options.threads,
+            retry_for_s=options.stall_limit_s,
+        )
+        self._capture: Capture | None = None
+        self._submission: Submission | None = None
+
+    # Opening and closing.
+
+    def open(self) -> None:
+        """Start the background threads, read what is committed, reserve the capture slots."""
+        options = self.options
+        self._runner.start()
+        inventory = self._wait(Inventory.read(self.tiers))
+        self._runner.inventory = inventory
+        self._non_empty = not inventory.is_empty
+        self._capture = Capture(
+            self.live,
+            mode=options.capture,
+            reserve=self._regions.reserve,
+            reserve_base=self._bases.take,
+            recycle=self._bases.recycle,
+            slots=options.slots,
+            stall_limit_s=0.0 if options.skip else options.stall_limit_s,
+            chunk_bytes=options.chunk_bytes,
+            eager_digest=self._digests.eager,
+        )
+        self._submission = Submission(
+            self._runner,
+            self._capture,
+            self._digests,
+            self._bases,
+            self._regions,
+            ready_timeout_s=options.stall_limit_s,
+        )
+
+    def abandon(self) -> None:
+        """Give everything back after ``open`` failed."""
+        self._closed = True
+        self._runner.stop(OPEN_DEADLINE_S)
+        self._digests.close()
+        self._background.close()
+        self._closing.close()
+
+    def close(self) -> None:
+        """Bring everything to the farthest tier, then release memory and locks. Idempotent.
+
+        Raises
+        ------
+        DeadlineError
+            Something did not arrive within ``close_deadline_s``; the arena is kept.
+        StepwellError
+            A background failure not yet raised.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        deadline = time.monotonic() + self.options.close_deadline_s
+        late = self._outwait(deadline)
+        self._end_incarnation()
+        stopped = self._runner.stop(max(1.0, deadline - time.monotonic()))
+        safe = stopped and not late and self._newest_is_far()
+        if stopped:
+            self._release_memory(remove=safe)
+        self._closing.close()
+        error = self.ledger.take_error()
+        if late:
+            missing = DeadlineError(
+                f"step {late[-1].step} did not arrive in every tier within {self.options.close_deadline_s} s; "
+                "what is in memory is kept for the next start"
+            )
+            raise missing from error
+        if error is not None:
+            raise error
+
+    def drain(self) -> None:
+        """Wait, within ``drain_deadline_s``, until what was saved is in every tier. Takes no lock."""
+        if not self._closed and os.getpid() == self._pid:
+            self._outwait(time.monotonic() + self.options.drain_deadline_s)
+
+    # Saving and restoring.
+
+    def restore(self) -> Restored | None:
+        """Load the newest whole save in place; see `SyncWell.restore`."""
+        self._check_usable()
+        if self._incarnation is not None:
+            raise UsageError("restore comes first: this run has saved or restored already")
+        if self._fresh:
+            self._begin(None)
+            return None
+        began = time.monotonic()
+        newest = self._runner.inventory.newest()
+        workers = Workers(max(1, self.options.threads), "stepwell-restore")
+        try:
+            source = SaveSource(self.tiers, self._runner.inventory, self._runner.commit)
+            outcome, recovery = self._wait(self._recover(source, workers), None)
+        finally:
+            workers.close()
+        for warning in recovery.warnings:
+            warnings.warn(f"stepwell: {warning}", stacklevel=3)
+        if outcome is None or newest is None:
+            self._begin(None)
+            return None
+        target = outcome.chain.target
+        lost = max(0, newest.step - target.step)
+        restored = Restored(
+            step=target.step,
+            tier=outcome.tier,
+            exact=outcome.exact,
+            bound=0.0 if outcome.exact else None,
+            seconds=time.monotonic() - began,
+            lost_steps=lost,
+            incarnation=target.incarnation,
+            base_step=(outcome.chain.base or outcome.chain.steps[0]).step,
+            replayed=outcome.updates,
+            faults=tuple(source.faults),
+        )
+        if lost:
+            self._tell_lost(restored)
+        self._begin(target)
+        self._go_on_from(outcome)
+        self.restored = restored
+        return restored
+
+    def save(self, step: int, *, base: bool = False) -> SaveHandle:
+        """Capture the state; see `SyncWell.save`."""
+        began = time.perf_counter()
+        capture, submission = self._ready_to_save(step)
+        incarnation = self._incarnation or self._begin(None)
+        link = Link(incarnation.incarnation, step)
+        handle = SaveHandle(step, [tier.name for tier in self.tiers])
+        waited = self._waited_s
+        must = self.ledger.must_base() is not None
+        # While a base travels, the old base and the log hold: a scheduled one can wait for its region.
+        due = self.ledger.base_is_due(self.options) and not self._bases.busy
+        try:
+            captured = capture.take(step, base=base or must or due)
+        except (DeadlineError, NoSpaceError) as error:
+            self._last_step = step
+            return self._skipped(handle, error)
+        submission.submit(link, handle, captured, self._previous)
+        self._previous, self._last_step = link, step
+        self._track(handle)
+        waited = self._waited_s - waited
+        hooks, self._hooks_s = capture.tap.blocked_s - self._hooks_s, capture.tap.blocked_s
+        blocked = time.perf_counter() - began - waited + hooks
+        record = SaveRecord(
+            step, str(captured.kind), captured.base is not None, captured.reason, blocked, waited
+        )
+        base_bytes = 0 if captured.base is None else captured.base.layout.size_bytes
+        self.ledger.saved(record, link, base_bytes)
+        return handle
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Capture nothing while the block runs; the next save is a base."""
+        self._check_usable()
+        if self._capture is not None:
+            self._capture.tap.break_interval("capture was paused")
+        yield
+
+    def should_save(self, step: int) -> bool:
+        """Whether the schedule asks for a save of this step."""
+        return step % self.options.save_every == 0
+
+    def latest_step(self, tier: str | None = None) -> int | None:
+        """Newest committed step, in any tier or in one."""
+        self._check_usable()
+        steps = self.all_steps(tier)
+        return steps[-1] if steps else None
+
+    def all_steps(self, tier: str | None = None) -> list[int]:
+        """Committed steps of the live lineage, oldest first, in any tier or in one."""
+        self._check_usable()
+        names = [one.name for one in self.tiers]
+        name = names[-1] if tier == "remote" else tier
+        if name is not None and name not in names:
+            raise UsageError(f"there is no tier {tier!r} here; the tiers are {', '.join(names)}")
+        return self._wait(self._committed_steps(name))
+
+    def wait_until_finished(self, timeout_s: float | None = None) -> None:
+        """Block until every save so far is committed everywhere, or raise what made it fail.
+
+        Raises
+        ------
+        DeadlineError
+            `timeout_s` passed first.
+        """
+        self._check_usable()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        late = self._outwait(deadline)
+        if late:
+            raise DeadlineError(f"step {late[0].step} is still on its way after {timeout_s} s")
+        self.check_for_errors()
+
+    def check_for_errors(self) -> None:
+        """Raise the first background failure not yet raised."""
+        error = self.ledger.take_error()
+        if error is not None:
+            raise error
+
+    def metrics(self) -> Metrics:
+        """Figures since the run was opened."""
+        lost = {tier.name: tier.lost for tier in self.tiers if tier.lost is not None}
+        return self.ledger.metrics(self.restored, lost, self._forecast_bytes())
+
+    # Inside.
+
+    @property
+    def _waited_s(self) -> float:
+        """Time the trainer waited for room so far."""
+        capture = self._capture
+        return self._bases.waited_s + (0.0 if capture is None else capture.tap.waited_s)
+
+    def _ready_to_save(self, step: int) -> tuple[Capture, Submission]:
+        """Check everything that forbids a save, and raise what failed in the background."""
+        self._check_usable()
+        for warning in self.ledger.take_warnings():
+            warnings.warn(f"stepwell: {warning}", stacklevel=4)
+        self.check_for_errors()
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise UsageError(f"step must be an int of at least 0, not {step!r}")
+        if self._incarnation is None and self._non_empty and not self._fresh:
+            newest = self._runner.inventory.newest()
+            raise UsageError(
+                f"this run has checkpoints up to step {newest.step if newest else '?'} that were not restored; "
+                "call restore() first, or open with fresh=True to begin anew"
+            )
+        if self._last_step is not None and step <= self._last_step:
+            raise UsageError(f"step {step} was asked to be saved after step {self._last_step}; steps only grow")
+        assert self._capture is not None
+        assert self._submission is not None
+        return self._capture, self._submission
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this run was opened by process {self._pid} and is used in its forked child {os.getpid()}, "
+                "where its threads do not exist; start processes with 'spawn', and save in the parent"
+            )
+        if self._closed:
+            raise UsageError("this run is closed; open it again")
+
+    def _skipped(self, handle: SaveHandle, error: StepwellError) -> SaveHandle:
+        """Give a save up for want of room: training goes on, the step is not protected."""
+        skipped = SaveHandle(handle.step, handle.tiers, skipped=str(error))
+        skipped.fail(NotCommittedError(f"step {handle.step} was not saved: {error}"))
+        self.ledger.skipped(SaveRecord(handle.step, "skipped", False, str(error), 0.0, 0.0))
+        warnings.warn(
+            f"stepwell: step {handle.step} is not protected: {error}; the next save is a base", stacklevel=4
+        )
+        return skipped
+
+    def _track(self, handle: SaveHandle) -> None:
+        while self._handles and all(self._handles[0].future(name).done() for name in self._handles[0].tiers):
+            self._handles.popleft()
+        self._handles.append(handle)
+
+    def _outwait(self, deadline: float | None) -> list[SaveHandle]:
+        """Wait for every save on its way; return those that have no outcome by `deadline`."""
+        late = []
+        for handle in tuple(self._handles):
+            futures = [handle.future(name) for name in handle.tiers]
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if concurrent.futures.wait(futures, left).not_done:
+                late.append(handle)
+        return late
+
+    def _wait(self, work: Coroutine[object, object, Result], timeout_s: float | None = OPEN_DEADLINE_S) -> Result:
+        """Run a coroutine on the runner's loop and wait for it."""
+        future = self._runner.call(work)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise DeadlineError(f"the stores did not answer within {timeout_s} s") from None
+
+    async def _recover(self, source: SaveSource, workers: Workers) -> tuple[Outcome | None, Recovery]:
+        recovery = Recovery(
+            self.live,
+            source,
+            stages=lambda: [*self._stages(), Shard()],
+            digest=self._digests.whole,
+            context=workers,
+            inexact=self.options.inexact,
+        )
+        return await recovery.run(), recovery
+
+    def _begin(self, parent: Link | None) -> IncarnationRecord:
+        """Begin a new incarnation in every tier."""
+        inventory = self._runner.inventory
+        counter = 1 + max((record.counter for record in inventory.incarnations.values()), default=0)
+        record = IncarnationRecord(
+            run=self._record.run,
+            incarnation=incarnation_name(counter, secrets.randbits(64)),
+            parent=parent,
+            created_unix_s=time.time(),
+            environment=dict(environment_of("cpu")),
+        )
+        self._wait(self._begin_everywhere(record))
+        self._incarnation = record
+        return record
+
+    async def _begin_everywhere(self, record: IncarnationRecord) -> None:
+        runner = self._runner
+        for tier in self.tiers:
+            await sweep(tier, runner.inventory)
+            await runner.commit.save_run(tier, self._record)
+            await runner.commit.save_incarnation(tier, record)
+        runner.inventory.incarnations[record.incarnation] = record
+        runner.set_lineage(runner.inventory.lineage_of(record.incarnation))
+
+    def _end_incarnation(self) -> None:
+        """Write down, where records commit, what the newest save is: its loss can then be noticed."""
+        record, last = self._incarnation, self._previous
+        if record is None or last is None:
+            return
+        for tier in self.tiers:
+            if tier.has_commit_records and tier.lost is None:
+                newest = self._wait(self._newest_in(tier))
+                try:
+                    ended = replace(record, ended=newest)
+                    self._wait(self._runner.commit.end_incarnation(tier, ended))
+                except StepwellError as error:
+                    self.ledger.failed(Series.BASE, last, tier, error)
+
+    async def _newest_in(self, tier: Tier) -> Link | None:
+        held = self._runner.inventory.held_by(tier.name)
+        return max((*held[Series.STEP], *held[Series.BASE]), default=None)
+
+    async def _committed_steps(self, tier: str | None) -> list[int]:
+        inventory = self._runner.inventory
+        found = [
+            link
+            for link in inventory.links()
+            if tier is None or tier in inventory.steps.get(link, ()) or tier in inventory.bases.get(link, ())
+        ]
+        newest = self._incarnation.incarnation if self._incarnation else None
+        if newest is None:
+            latest = inventory.newest()
+            newest = latest.incarnation if latest else ""
+        lineage = inventory.lineage_of(newest)
+        return sorted({link.step for link in found if lineage.contains(link)})
+
+    def _go_on_from(self, outcome: Outcome) -> None:
+        """Lead the log on from a restored save, if that is sound; else the next save is a base."""
+        self._last_step = outcome.chain.target.step
+        if not outcome.exact:
+            return
+        chain = outcome.chain
+        sizes = self._wait(self._adopt(chain))
+        if chain.base is None:
+            return  # a captured state leads on by the next capture alone
+        assert self._capture is not None
+        self._previous = chain.target
+        self._capture.rebase()
+        base_bytes, log_bytes = sizes
+        self.ledger.went_on_from(chain.base, base_bytes, log_bytes, len(chain.steps))
+        if any(tier.needs_base is not None for tier in self.tiers):
+            self.ledger.want_base("a tier lacks a part of the restored chain")
+
+    async def _adopt(self, chain: Chain) -> tuple[int, int]:
+        """Judge which tiers hold the whole chain, counting what outlives them; return base and log bytes."""
+        inventory, runner = self._runner.inventory, self._runner
+        order = list(Failure)
+        for tier in self.tiers:
+            enough = {one.name for one in self.tiers if order.index(one.survives) >= order.index(tier.survives)}
+            links = [inventory.steps.get(link, set()) for link in chain.steps]
+            if chain.base is not None:
+                links.append(inventory.bases.get(chain.base, set()))
+            tier.needs_base = None if all(names & enough for names in links) else chain.target.step + 1
+        source = SaveSource(self.tiers, inventory, runner.commit)
+        log = [(await source.any_manifest(Series.STEP, link)).size_bytes for link in chain.steps]
+        base = 0 if chain.base is None else (await source.any_manifest(Series.BASE, chain.base)).size_bytes
+        return base, sum(log)
+
+    def _tell_lost(self, restored: Restored) -> None:
+        message = (
+            f"step {restored.step} was restored, {restored.lost_steps} steps before the newest that was "
+            f"committed: {'; '.join(restored.faults[-5:]) or 'newer ones are not whole'}"
+        )
+        if self.options.on_lost_steps == "raise":
+            raise IntegrityError(message)
+        warnings.warn(f"stepwell: {message}", stacklevel=4)
+
+    def _newest_is_far(self) -> bool:
+        """Whether the newest save is safe beyond this machine's memory, so that the arena may go."""
+        far = self.tiers[-1]
+        if far.survives is Failure.PROCESS:
+            return False
+        newest = self._previous
+        return newest is None or not self._handles or self._handles[-1].done(far.name)
+
+    def _release_memory(self, *, remove: bool) -> None:
+        if self._capture is not None:
+            self._capture.close()
+        self._bases.close()
+        self._digests.close()
+        self._background.close()
+        self._submission = self._capture = None
+        if remove and self._arena is not None:
+            self._arena.remove()
+
+    def _forecast_bytes(self) -> dict[str, int]:
+        """Memory the arena takes: slots, bases, log (design: 3 S + bases kept and one in the making + log)."""
+        base = self.ledger.base_bytes
+        keep = max((tier.keep for tier in self.tiers if tier.memory is not None), default=0)
+        capture = 0 if self._capture is None else self._capture.memory_bytes
+        return {
+            "capture_slots": capture,
+            "bases": (keep + 1) * base,
+            "log": int(keep * self.options.log_budget * base) + capture,
+        }

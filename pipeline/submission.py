@@ -1,0 +1,160 @@
+"""From a captured save to the runner's jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from stepwell.pipeline.capture import Capture, CaptureStage
+from stepwell.pipeline.captured import BaseCopy, CapturedSave, SaveKind
+from stepwell.pipeline.digest import Digest
+from stepwell.pipeline.digesting import WeightDigests
+from stepwell.pipeline.handle import SaveHandle
+from stepwell.pipeline.jobs import BaseJob, StepJob
+from stepwell.pipeline.pack import PackKind
+from stepwell.pipeline.records import Link
+from stepwell.pipeline.regions import BaseRegions, Regions
+from stepwell.pipeline.runner import Runner
+from stepwell.pipeline.update import environment_of
+from stepwell.stores.region import Region as ArenaRegion
+
+__all__ = ["Submission"]
+
+
+class Submission:
+    """Builds jobs out of captured saves and hands them to the runner; trainer's thread only."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        capture: Capture,
+        digests: WeightDigests,
+        bases: BaseRegions,
+        regions: Regions,
+        *,
+        ready_timeout_s: float,
+    ) -> None:
+        self._runner = runner
+        self._capture = capture
+        self._digests = digests
+        self._bases = bases
+        self._regions = regions
+        self._stage = CaptureStage(ready_timeout_s)
+        self._environment: dict[str, object] = dict(environment_of("cpu"))
+
+    def submit(self, link: Link, handle: SaveHandle, captured: CapturedSave, previous: Link | None) -> None:
+        """Hand a save over; its slots and region are given back by the runner, whatever happens.
+
+        Parameters
+        ----------
+        previous : Link or None
+            The save a differential leads on from.
+        """
+        digest = self._digest(captured)
+        base = captured.base
+        alone = captured.kind is SaveKind.BASE_ONLY
+        if base is not None:
+            # Before the differential, so that the tiers know what is coming when that arrives.
+            release = captured.release if alone else _nothing
+            self._runner.submit(self._base_job(link, handle, base, digest, alone, release))
+        if not alone:
+            self._runner.submit(self._step_job(link, handle, captured, previous, digest))
+
+    def _step_job(
+        self,
+        link: Link,
+        handle: SaveHandle,
+        captured: CapturedSave,
+        previous: Link | None,
+        digest: Future[object],
+    ) -> StepJob:
+        gradient = captured.kind is SaveKind.GRADIENT
+        layouts = captured.layouts
+        if gradient:
+            layouts = (*layouts, self._digests.layout)
+        return StepJob(
+            link=link,
+            handle=handle,
+            kind=PackKind.GRADIENT if gradient else PackKind.STATE,
+            previous=previous,
+            chunks=lambda: self._stage.chunks(captured),
+            header=lambda: _step_header(captured),
+            layouts=layouts,
+            release=captured.release,
+            digest=digest,
+            environment=self._environment,
+        )
+
+    def _base_job(
+        self,
+        link: Link,
+        handle: SaveHandle,
+        base: BaseCopy,
+        digest: Future[object],
+        alone: bool,
+        release: Callable[[], None],
+    ) -> BaseJob:
+        region, size_bytes = base.region, base.region.size_bytes
+        arena = self._regions.arena
+        publish = None
+        if arena is not None and isinstance(region, ArenaRegion):
+            owner, published_region = arena, region
+
+            def publish(key: str, length: int) -> None:
+                owner.publish(published_region, key, length)
+
+        def give_back(published: bool) -> None:
+            release()
+            if not published:
+                self._bases.recycle(region)
+            self._bases.done(size_bytes)
+
+        return BaseJob(
+            link=link,
+            handle=handle,
+            alone=alone,
+            layout=base.layout,
+            header=lambda: {"tree": base.tree, "layout": base.layout.hash},
+            ready=base.ready,
+            payload=region.payload,
+            publish=publish,
+            release=give_back,
+            digest=digest if not alone else _done(None),
+            environment=self._environment,
+        )
+
+    def _digest(self, captured: CapturedSave) -> Future[object]:
+        """Return the future of the digest's JSON; captured states prove themselves by checksum."""
+        if captured.kind is not SaveKind.GRADIENT:
+            return _done(None)
+        if isinstance(captured.digest, Digest):
+            return _done(captured.digest.to_json())
+        capture = self._capture
+        return self._digests.in_window(lambda: capture.updates_begun, captured.updates_begun)
+
+
+def _step_header(captured: CapturedSave) -> dict[str, object]:
+    """Describe a differential: its updates and what goes with them, or the tree of a whole state."""
+    if captured.state is not None:
+        return {
+            "tree": captured.state.tree,
+            "layout": captured.state.layout.hash,
+            "reason": captured.reason,
+        }
+    assert captured.aux is not None
+    return {
+        "updates": [
+            {"layout": update.layout.hash, "record": update.record.to_json()} for update in captured.updates
+        ],
+        "aux": {"layout": captured.aux.layout.hash, "tree": captured.aux.tree},
+    }
+
+
+def _done(value: object) -> Future[object]:
+    future: Future[object] = Future()
+    future.set_result(value)
+    return future
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,179 @@
+"""From a configuration and a live model to an open session: tiers, locks, stages."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import cast
+
+from stepwell.config import Config, DirectoryTier, MemoryTier, PluginTier, load_config
+from stepwell.errors import ConfigError, MissingObjectError, UsageError
+from stepwell.pipeline.base import ChunkStage
+from stepwell.pipeline.delta import delta_stage
+from stepwell.pipeline.keys import RUN_RECORD
+from stepwell.pipeline.live import LiveState
+from stepwell.pipeline.records import RunRecord
+from stepwell.pipeline.session import Session, SessionOptions
+from stepwell.pipeline.tier import OnError, Tier
+from stepwell.stores.arena import Arena
+from stepwell.stores.base import ObjectStore
+from stepwell.stores.file import FileStore
+from stepwell.stores.memory import MemoryStore
+
+__all__ = ["assemble"]
+
+LOCK_NAME = ".stepwell.lock"
+
+
+def assemble(
+    source: str | os.PathLike[str] | Mapping[str, object] | Config,
+    *,
+    model: object,
+    optimizer: object,
+    extra: Mapping[str, object] | None,
+    fresh: bool,
+    overrides: Mapping[str, object],
+) -> Session:
+    """Open everything a run needs; what was opened is closed again if any of it fails.
+
+    Raises
+    ------
+    ConfigError, LockedError, NoSpaceError, PermanentStoreError
+        See `stepwell.open_sync`.
+    """
+    config = load_config(source, overrides)
+    live = LiveState(model, optimizer, extra, rng=config.rng)
+    with ExitStack() as opened:
+        stores: dict[str, FileStore] = {}
+        for tier in config.tiers:
+            if isinstance(tier, DirectoryTier):
+                store = stores[tier.label] = FileStore(Path(tier.path))
+                lock = store.lock(LOCK_NAME)
+                lock.acquire()
+                opened.callback(lock.release)
+                opened.callback(store.close)
+        record = _run_record(config, stores)
+        tiers: list[Tier] = []
+        arena: Arena | None = None
+        for tier in config.tiers:
+            built: ObjectStore
+            if isinstance(tier, MemoryTier):
+                arena = _open_arena(config.arena_directory(tier), record.run, fresh=fresh)
+                opened.callback(arena.close)
+                built = MemoryStore(arena)
+            elif isinstance(tier, DirectoryTier):
+                built = stores[tier.label]
+            else:
+                built = _plugin_store(tier)
+                opened.callback(built.close)
+            tiers.append(
+                Tier(tier.label, built, keep=tier.keep, on_error=OnError(config.error_policy(tier)))
+            )
+        session = Session(
+            live,
+            tiers,
+            record,
+            _options(config),
+            stages=lambda: _chunk_stages(config),
+            arena=arena,
+            fresh=fresh,
+            closing=opened.pop_all(),
+        )
+        try:
+            session.open()
+        except BaseException:
+            session.abandon()
+            raise
+        return session
+
+
+def _run_record(config: Config, stores: Mapping[str, FileStore]) -> RunRecord:
+    """Return the record a directory of the run has, or that its arena implies, or a new one."""
+    for store in stores.values():
+        try:
+            data = (Path(store.root) / RUN_RECORD).read_bytes()
+        except FileNotFoundError:
+            continue
+        return RunRecord.decode(data, f"{store.url}/{RUN_RECORD}")
+    run = secrets.token_hex(16)
+    memory = config.memory
+    if memory is not None:
+        # The directory is gone or was never reached: a living arena knows whose it is.
+        try:
+            with Arena.inspect(config.arena_directory(memory)) as arena:
+                run = arena.run
+        except MissingObjectError:
+            pass
+    return RunRecord(run, config.run, time.time())
+
+
+def _open_arena(directory: Path, run: str, *, fresh: bool) -> Arena:
+    try:
+        return Arena.open(directory, run=run)
+    except UsageError as error:
+        if not fresh or type(error) is not UsageError:
+            raise
+        # An arena of another run lies where this one's belongs, and the caller begins anew.
+        with Arena.inspect(directory) as stale:
+            other = stale.run
+        Arena.open(directory, run=other).remove()
+        return Arena.open(directory, run=run)
+
+
+def _plugin_store(tier: PluginTier) -> ObjectStore:
+    """Make a third party's store.
+
+    Raises
+    ------
+    ConfigError
+        What its entry point names is not a store.
+    """
+    (entry,) = entry_points(group="stepwell.stores", name=tier.kind)
+    factory = entry.load()
+    made = factory.from_config(dict(tier.options))
+    if not isinstance(made, ObjectStore):
+        raise ConfigError(f"tier {tier.label!r}: {entry.value} made a {type(made).__name__}, not an ObjectStore")
+    return made
+
+
+def _chunk_stages(config: Config) -> list[ChunkStage]:
+    """Make the chunk stages of the configured pipeline, in order."""
+    stages: list[ChunkStage] = []
+    for stage in config.pipeline:
+        if stage.name == "delta":
+            stages.append(delta_stage(str(stage.setting)))
+        elif stage.name in ("capture", "quantize", "sparsify", "shard", "replicate", "commit"):
+            continue  # quantize and sparsify know only "none" as yet; the others are no chunk stages
+        else:
+            (entry,) = entry_points(group="stepwell.stages", name=stage.name)
+            made = cast("Callable[[object], object]", entry.load().from_config)(stage.setting)
+            if not isinstance(made, ChunkStage):
+                raise ConfigError(f"pipeline: {entry.value} made a {type(made).__name__}, not a chunk stage")
+            stages.append(made)
+    return stages
+
+
+def _options(config: Config) -> SessionOptions:
+    memory = config.memory
+    return SessionOptions(
+        capture=config.capture,
+        save_every=config.save_every,
+        base_every=config.base_every,
+        log_budget=config.log_budget,
+        stall_limit_s=config.stall_limit_s,
+        skip=config.backpressure == "skip",
+        on_lost_steps=config.on_lost_steps,
+        inexact=config.inexact,
+        chunk_bytes=config.chunk_bytes,
+        budget_bytes=config.memory_budget_bytes,
+        drain_deadline_s=config.drain_deadline_s,
+        close_deadline_s=config.close_deadline_s,
+        threads=config.threads,
+        slots=memory.slots if memory is not None else 3,
+        handle_sigterm=config.handle_sigterm,
+    )
