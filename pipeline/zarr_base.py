@@ -19,7 +19,7 @@ from stepwell.pipeline.keys import state_prefix
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack_format import PackIdentity
 from stepwell.pipeline.pack_reader import off_loop
-from stepwell.pipeline.sealed import parse_json, typed
+from stepwell.pipeline.sealed import FORMAT, parse_json, typed
 from stepwell.pipeline.zarr_group import CRC_BYTES, GroupPlan, PieceObject, piece_parts, root_document
 from stepwell.stores.base import BytesLike, ObjectStore, WriteItem
 
@@ -50,7 +50,21 @@ def export_base(
             yield _written(f"{prefix}/{item.key}", piece_parts(item, data, zeros))
     for key, document in plan.documents.items():
         yield _written(f"{prefix}/{key}", [document])
-    yield _written(f"{prefix}/zarr.json", [root_document(plan, identity, header)])
+    yield _written(f"{prefix}/zarr.json", [root_document(plan, _about(plan, identity, header))])
+
+
+def _about(plan: GroupPlan, identity: PackIdentity, header: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "format": FORMAT,
+        "kind": str(identity.kind),
+        "run": identity.run,
+        "incarnation": identity.incarnation,
+        "step": identity.step,
+        "rank": identity.rank,
+        "world": identity.world,
+        "layout": plan.layout.hash,
+        "header": header,
+    }
 
 
 class BaseReader:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import crc32c
 
 from stepwell.pipeline.layout import ITEM_BYTES, Layout, Piece, TensorSpec
-from stepwell.pipeline.pack_format import PackIdentity
 from stepwell.pipeline.plan import grid_of
-from stepwell.pipeline.sealed import FORMAT, canonical_json
+from stepwell.pipeline.sealed import canonical_json
 from stepwell.stores.base import BytesLike
 from stepwell.stores.keys import encode_name
 
@@ -122,25 +121,12 @@ class GroupPlan:
         return sum(item.stored_bytes for row in self.objects for item in row)
 
 
-def root_document(plan: GroupPlan, identity: PackIdentity, header: Mapping[str, object]) -> bytes:
-    """Return the root's ``zarr.json``: who wrote it, `header`, and the metadata of all nodes."""
-    attributes = {
-        "stepwell": {
-            "format": FORMAT,
-            "kind": str(identity.kind),
-            "run": identity.run,
-            "incarnation": identity.incarnation,
-            "step": identity.step,
-            "rank": identity.rank,
-            "world": identity.world,
-            "layout": plan.layout.hash,
-            "header": header,
-        }
-    }
+def root_document(plan: GroupPlan, about: Mapping[str, object]) -> bytes:
+    """Return the root's ``zarr.json``: `about` as the attribute ``stepwell``, and all nodes' metadata."""
     return b"".join(
         (
             b'{"attributes":',
-            canonical_json(attributes),
+            canonical_json({"stepwell": about}),
             b',"consolidated_metadata":',
             plan.consolidated,
             b',"node_type":"group","zarr_format":3}',
