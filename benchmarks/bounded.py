@@ -88,10 +88,13 @@ def look(step: int, root: Path, arena: Path) -> dict[str, int]:
     files = [entry for entry in root.rglob("*") if entry.is_file()]
     return {
         "step": step,
-        "memory_tier_bytes": sum(entry.stat().st_blocks * 512 for entry in arena.rglob("*") if entry.is_file()),
+        "memory_tier_bytes": sum(
+            entry.stat().st_blocks * 512 for entry in arena.rglob("*") if entry.is_file()
+        ),
         "directory_bytes": sum(entry.stat().st_size for entry in files),
         "objects": len(files),
-        "rss_bytes": int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "rss_bytes": int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        * os.sysconf("SC_PAGE_SIZE"),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
 

@@ -36,7 +36,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=7, help="of DCP and memcpy")
-    parser.add_argument("--dir", type=Path, default=None, help="where to write (default: a temporary directory)")
+    parser.add_argument(
+        "--dir", type=Path, default=None, help="where to write (default: a temporary directory)"
+    )
     options = parser.parse_args()
 
     torch.manual_seed(0)

@@ -142,7 +142,9 @@ def parent(root: Path, arena: Path, kills: int, seed: int, longest: float) -> di
     model, optimizer = build()
     reference = -1
     floor = {"memory": -1, "directory": -1}
-    counts = dict.fromkeys(("right", "wrong", "lost_acknowledged", "from_memory", "from_directory", "not_exact"), 0)
+    counts = dict.fromkeys(
+        ("right", "wrong", "lost_acknowledged", "from_memory", "from_directory", "not_exact"), 0
+    )
     seconds: list[float] = []
     for life in range(kills + 1):
         lost_memory = life % 10 == 9

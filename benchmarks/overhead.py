@@ -40,7 +40,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--time", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--dir", type=Path, default=None, help="where to write (default: a temporary directory)")
+    parser.add_argument(
+        "--dir", type=Path, default=None, help="where to write (default: a temporary directory)"
+    )
     options = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -298,4 +298,11 @@ def same_value(left: object, right: object) -> bool:
     """Say whether two values of optimizer state are equal in type, dtype, shape and bits."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return bit_equal(left, right)
-    return type(left) is type(right) and repr(left) == repr(right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict) and isinstance(right, dict):
+        return list(left) == list(right) and all(same_value(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same_value, left, right))
+    # By text: 0.0 is not -0.0, and a NaN is itself.
+    return repr(left) == repr(right)

@@ -55,7 +55,9 @@ async def resolve_chain(
     place: Link | None = target
     while place is not None:
         if place in seen:
-            raise NotCommittedError(f"step {target.step}: the saves before it lead in a circle at step {place.step}")
+            raise NotCommittedError(
+                f"step {target.step}: the saves before it lead in a circle at step {place.step}"
+            )
         seen.add(place)
         if place in source.inventory.bases and (Series.BASE, place) not in avoid:
             return Chain(target, place, tuple(reversed(steps)))

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from stepwell.errors import FormatError
-from stepwell.pipeline.digester import Digester
+from stepwell.pipeline.digester import XXH3_64, Digester
 from stepwell.pipeline.layout import Layout
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "compare",
     "digest_layout",
     "parts_of_kind",
+    "values_by_part",
 ]
 
 EAGER_BYTES_MAX = 4 << 20
@@ -147,6 +148,25 @@ def digest_layout(
     """Digest every chunk of `layout`; see `Digester` for the parameters."""
     digester = Digester(layout, tensors, scratch)
     return [digester.digest(part) for part in range(len(layout.chunks))]
+
+
+def values_by_part(layout: Layout, digested: Layout, digest: Digest) -> list[str | None]:
+    """Return, for each chunk of `layout`, the digest of the chunk of `digested` with the same pieces.
+
+    Layouts of gradients and of weights cut alike, but may number and share chunks differently; a
+    chunk without counterpart has None.
+    """
+    known = {_pieces(digested, part): value for part, value in enumerate(digest.values)}
+    if digest.layout != digested.hash or digest.algorithm != XXH3_64:
+        known = {}
+    return [known.get(_pieces(layout, part)) for part in range(len(layout.chunks))]
+
+
+def _pieces(layout: Layout, part: int) -> tuple[tuple[str, int, int, int], ...]:
+    return tuple(
+        (layout.tensors[piece.tensor].name, piece.start, piece.stop, piece.offset_bytes)
+        for piece in layout.chunks[part].pieces
+    )
 
 
 class DigestWindow:

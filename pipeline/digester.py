@@ -7,7 +7,7 @@ the CPU. ``sum64``: two sums of the elements' bits, by column and by row of a 40
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from stepwell.errors import StateMismatchError
 from stepwell.pipeline.base import Bytes
 from stepwell.pipeline.bits import as_integers, torch_dtype
 from stepwell.pipeline.layout import ITEM_BYTES, Layout, LayoutChunk
+from stepwell.pipeline.strided import c_order_blocks
 
 __all__ = ["SUM64", "XXH3_64", "Digester"]
 
@@ -93,7 +94,7 @@ class Digester:
                 continue
             target = self._memory(chunk)[piece.offset_bytes : stop].view(torch_dtype(chunk.dtype))
             place = 0
-            for block in _blocks(tensor.detach(), piece.start, piece.stop):
+            for block in c_order_blocks(tensor.detach(), piece.start, piece.stop):
                 count = block.numel()
                 plan.targets.append(as_integers(target[place : place + count].view(block.shape)))
                 plan.sources.append(as_integers(block.cpu()))
@@ -117,7 +118,7 @@ class Digester:
     def _sum64(self, chunk: LayoutChunk) -> str:
         columns, rows = 0, 0
         for piece in chunk.pieces:
-            blocks = _blocks(self._tensors[piece.tensor].detach(), piece.start, piece.stop)
+            blocks = c_order_blocks(self._tensors[piece.tensor].detach(), piece.start, piece.stop)
             bits = [as_integers(block).reshape(-1) for block in blocks]
             if not bits:
                 continue
@@ -176,30 +177,6 @@ def _checked(layout: Layout, index: int, tensors: Mapping[str, torch.Tensor]) ->
 
 def _plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _blocks(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield views that hold, in C order, elements [start, stop) of a tensor of any strides."""
-    if start >= stop:
-        return
-    if tensor.is_contiguous():
-        yield tensor.view(-1)[start:stop]
-        return
-    if tensor.ndim == 1:
-        yield tensor[start:stop]
-        return
-    inner = tensor[0].numel()
-    first, last = -(-start // inner), stop // inner
-    if first > last:
-        row = start // inner
-        yield from _blocks(tensor[row], start - row * inner, stop - row * inner)
-        return
-    if start < first * inner:
-        yield from _blocks(tensor[first - 1], start - (first - 1) * inner, inner)
-    if first < last:
-        yield tensor[first:last]
-    if last * inner < stop:
-        yield from _blocks(tensor[last], 0, stop - last * inner)
 
 
 def _sums(bits: torch.Tensor) -> tuple[int, int]:

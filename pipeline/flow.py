@@ -49,7 +49,9 @@ async def flow(
             await queues[0].put(chunk)
         await queues[0].put(None)
 
-    async def work(stage: ChunkStage, inbox: asyncio.Queue[Chunk | None], outbox: asyncio.Queue[Chunk | None]) -> None:
+    async def work(
+        stage: ChunkStage, inbox: asyncio.Queue[Chunk | None], outbox: asyncio.Queue[Chunk | None]
+    ) -> None:
         while (chunk := await inbox.get()) is not None:
             await outbox.put(await stage.save(chunk, context))
         await outbox.put(None)

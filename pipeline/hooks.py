@@ -254,11 +254,13 @@ class OptimizerTap:
         """
         if not self._handles or self._watch.changed():
             return None
-        gradients = [parameter.grad for parameter in self.parameters]
+        gradients = [parameter.grad for parameter in parameters_of(self.optimizer)]
         if self._gradients.same(gradients):
             return None
         unused = unused_gradient(gradients)
-        return None if unused is None else self.names[unused]
+        if unused is None:
+            return None
+        return self.names[unused] if unused < len(self.names) else f"parameter {unused}"
 
     # Capturing.
 

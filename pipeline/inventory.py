@@ -130,7 +130,11 @@ class Inventory:
     async def _read_incarnations(self, tier: Tier) -> None:
         async for name in tier.store.list_dir(INCARNATION_PREFIX.rstrip("/")):
             parsed = parse_key(INCARNATION_PREFIX + name)
-            if parsed is None or parsed.area is not Area.INCARNATION or parsed.incarnation in self.incarnations:
+            if (
+                parsed is None
+                or parsed.area is not Area.INCARNATION
+                or parsed.incarnation in self.incarnations
+            ):
                 continue
             key = incarnation_key(parsed.incarnation)
             try:

@@ -170,9 +170,7 @@ class Ledger:
             taken, self._warnings = list(self._warnings), deque()
             return taken
 
-    def metrics(
-        self, restored: Restored | None, lost: dict[str, str], forecast: dict[str, int]
-    ) -> Metrics:
+    def metrics(self, restored: Restored | None, lost: dict[str, str], forecast: dict[str, int]) -> Metrics:
         """Copy everything out."""
         with self._lock:
             return Metrics(

@@ -324,7 +324,9 @@ class _Whole:
             if aux is not None and name in aux.by_name:
                 return aux.by_name[name]
             if name not in own:
-                raise IntegrityError(f"the saved state refers to the tensor {name!r}, which is not part of it")
+                raise IntegrityError(
+                    f"the saved state refers to the tensor {name!r}, which is not part of it"
+                )
             return self._tensor(own[name])
 
         return collected.tree, collected.specs, lookup

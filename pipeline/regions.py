@@ -109,7 +109,9 @@ class BaseRegions:
         """
         began = time.monotonic()
         with self._condition:
-            free = self._condition.wait_for(lambda: not self._busy and not self._refilling, self._stall_limit_s)
+            free = self._condition.wait_for(
+                lambda: not self._busy and not self._refilling, self._stall_limit_s
+            )
             self.waited_s += time.monotonic() - began
             if not free:
                 raise DeadlineError(

@@ -123,7 +123,9 @@ async def replay_updates(
     differ, count = False, 0
     for which, updates in sorted(by_optimizer.items()):
         if which >= len(optimizers):
-            raise IntegrityError(f"updates of optimizer {which} are recorded, but there are {len(optimizers)}")
+            raise IntegrityError(
+                f"updates of optimizer {which} are recorded, but there are {len(optimizers)}"
+            )
         name, live = optimizers[which]
         state = states[name]
         for group in _rows_of_one_layout(updates):
@@ -215,5 +217,7 @@ async def decoded_gradient(
         return None
     chunk = await update.step.chunk(key)
     if chunk.layout != update.layout or chunk.part != part:
-        raise IntegrityError(f"step {update.step.link.step}: chunk {key} is of another layout than its update")
+        raise IntegrityError(
+            f"step {update.step.link.step}: chunk {key} is of another layout than its update"
+        )
     return (await recover_chunk(chunk, stages, context)).buffer

@@ -188,7 +188,9 @@ class Runner:
             self.dead = error
         finally:
             self._ready.set()
-            ended = StepwellError(f"the background runner ended before the save was committed ({self.dead!r})")
+            ended = StepwellError(
+                f"the background runner ended before the save was committed ({self.dead!r})"
+            )
             for handle in tuple(self._handles):
                 handle.fail(ended)
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import secrets
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from stepwell.errors import (
@@ -27,16 +26,15 @@ from stepwell.errors import (
 )
 from stepwell.pipeline.base import ChunkStage
 from stepwell.pipeline.capture import Capture, Mode
-from stepwell.pipeline.chain import Chain
 from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.inventory import Inventory
-from stepwell.pipeline.keys import Series, incarnation_name
+from stepwell.pipeline.keys import Series
 from stepwell.pipeline.ledger import Ledger
 from stepwell.pipeline.live import LiveState
+from stepwell.pipeline.lives import Lives
 from stepwell.pipeline.outcome import Metrics, Restored, SaveRecord
-from stepwell.pipeline.reclaim import sweep
-from stepwell.pipeline.records import IncarnationRecord, Link, RunRecord
+from stepwell.pipeline.records import Link, RunRecord
 from stepwell.pipeline.recovery import Outcome, Recovery
 from stepwell.pipeline.regions import BaseRegions, Regions
 from stepwell.pipeline.runner import Runner
@@ -113,14 +111,12 @@ class Session:
         self.tiers = list(tiers)
         self.options = options
         self.restored: Restored | None = None
-        self._record = record
         self._stages = stages
         self._arena = arena
         self._fresh = fresh
         self._closing = closing
         self._pid = os.getpid()
         self._closed = False
-        self._incarnation: IncarnationRecord | None = None
         self._previous: Link | None = None
         self._last_step: int | None = None
         self._hooks_s = 0.0
@@ -143,6 +139,8 @@ class Session:
             threads=options.threads,
             retry_for_s=options.stall_limit_s,
         )
+        self._environment: dict[str, object] = dict(environment_of("cpu"))
+        self._lives = Lives(self._runner, record, self._environment)
         self._capture: Capture | None = None
         self._submission: Submission | None = None
 
@@ -198,7 +196,7 @@ class Session:
         self._closed = True
         deadline = time.monotonic() + self.options.close_deadline_s
         late = self._outwait(deadline)
-        self._end_incarnation()
+        self._end_life()
         stopped = self._runner.stop(max(1.0, deadline - time.monotonic()))
         safe = stopped and not late and self._newest_is_far()
         if stopped:
@@ -224,10 +222,10 @@ class Session:
     def restore(self) -> Restored | None:
         """Load the newest whole save in place; see `SyncWell.restore`."""
         self._check_usable()
-        if self._incarnation is not None:
+        if self._lives.current is not None:
             raise UsageError("restore comes first: this run has saved or restored already")
         if self._fresh:
-            self._begin(None)
+            self._wait(self._lives.begin(None))
             return None
         began = time.monotonic()
         newest = self._runner.inventory.newest()
@@ -240,7 +238,7 @@ class Session:
         for warning in recovery.warnings:
             warnings.warn(f"stepwell: {warning}", stacklevel=3)
         if outcome is None or newest is None:
-            self._begin(None)
+            self._wait(self._lives.begin(None))
             return None
         target = outcome.chain.target
         lost = max(0, newest.step - target.step)
@@ -258,7 +256,7 @@ class Session:
         )
         if lost:
             self._tell_lost(restored)
-        self._begin(target)
+        self._wait(self._lives.begin(target))
         self._go_on_from(outcome)
         self.restored = restored
         return restored
@@ -267,7 +265,7 @@ class Session:
         """Capture the state; see `SyncWell.save`."""
         began = time.perf_counter()
         capture, submission = self._ready_to_save(step)
-        incarnation = self._incarnation or self._begin(None)
+        incarnation = self._lives.current or self._wait(self._lives.begin(None))
         link = Link(incarnation.incarnation, step)
         handle = SaveHandle(step, [tier.name for tier in self.tiers])
         waited = self._waited_s
@@ -317,7 +315,7 @@ class Session:
         name = names[-1] if tier == "remote" else tier
         if name is not None and name not in names:
             raise UsageError(f"there is no tier {tier!r} here; the tiers are {', '.join(names)}")
-        return self._wait(self._committed_steps(name))
+        return self._wait(self._lives.committed_steps(name))
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Block until every save so far is committed everywhere, or raise what made it fail.
@@ -361,14 +359,16 @@ class Session:
         self.check_for_errors()
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise UsageError(f"step must be an int of at least 0, not {step!r}")
-        if self._incarnation is None and self._non_empty and not self._fresh:
+        if self._lives.current is None and self._non_empty and not self._fresh:
             newest = self._runner.inventory.newest()
             raise UsageError(
                 f"this run has checkpoints up to step {newest.step if newest else '?'} that were not restored; "
                 "call restore() first, or open with fresh=True to begin anew"
             )
         if self._last_step is not None and step <= self._last_step:
-            raise UsageError(f"step {step} was asked to be saved after step {self._last_step}; steps only grow")
+            raise UsageError(
+                f"step {step} was asked to be saved after step {self._last_step}; steps only grow"
+            )
         assert self._capture is not None
         assert self._submission is not None
         return self._capture, self._submission
@@ -407,7 +407,9 @@ class Session:
                 late.append(handle)
         return late
 
-    def _wait(self, work: Coroutine[object, object, Result], timeout_s: float | None = OPEN_DEADLINE_S) -> Result:
+    def _wait(
+        self, work: Coroutine[object, object, Result], timeout_s: float | None = OPEN_DEADLINE_S
+    ) -> Result:
         """Run a coroutine on the runner's loop and wait for it."""
         future = self._runner.call(work)
         try:
@@ -427,61 +429,13 @@ class Session:
         )
         return await recovery.run(), recovery
 
-    def _begin(self, parent: Link | None) -> IncarnationRecord:
-        """Begin a new incarnation in every tier."""
-        inventory = self._runner.inventory
-        counter = 1 + max((record.counter for record in inventory.incarnations.values()), default=0)
-        record = IncarnationRecord(
-            run=self._record.run,
-            incarnation=incarnation_name(counter, secrets.randbits(64)),
-            parent=parent,
-            created_unix_s=time.time(),
-            environment=dict(environment_of("cpu")),
-        )
-        self._wait(self._begin_everywhere(record))
-        self._incarnation = record
-        return record
-
-    async def _begin_everywhere(self, record: IncarnationRecord) -> None:
-        runner = self._runner
-        for tier in self.tiers:
-            await sweep(tier, runner.inventory)
-            await runner.commit.save_run(tier, self._record)
-            await runner.commit.save_incarnation(tier, record)
-        runner.inventory.incarnations[record.incarnation] = record
-        runner.set_lineage(runner.inventory.lineage_of(record.incarnation))
-
-    def _end_incarnation(self) -> None:
-        """Write down, where records commit, what the newest save is: its loss can then be noticed."""
-        record, last = self._incarnation, self._previous
-        if record is None or last is None:
+    def _end_life(self) -> None:
+        last = self._previous
+        if last is None or self._runner.dead is not None:
             return
-        for tier in self.tiers:
-            if tier.has_commit_records and tier.lost is None:
-                newest = self._wait(self._newest_in(tier))
-                try:
-                    ended = replace(record, ended=newest)
-                    self._wait(self._runner.commit.end_incarnation(tier, ended))
-                except StepwellError as error:
-                    self.ledger.failed(Series.BASE, last, tier, error)
-
-    async def _newest_in(self, tier: Tier) -> Link | None:
-        held = self._runner.inventory.held_by(tier.name)
-        return max((*held[Series.STEP], *held[Series.BASE]), default=None)
-
-    async def _committed_steps(self, tier: str | None) -> list[int]:
-        inventory = self._runner.inventory
-        found = [
-            link
-            for link in inventory.links()
-            if tier is None or tier in inventory.steps.get(link, ()) or tier in inventory.bases.get(link, ())
-        ]
-        newest = self._incarnation.incarnation if self._incarnation else None
-        if newest is None:
-            latest = inventory.newest()
-            newest = latest.incarnation if latest else ""
-        lineage = inventory.lineage_of(newest)
-        return sorted({link.step for link in found if lineage.contains(link)})
+        for name, error in self._wait(self._lives.end()).items():
+            tier = next(tier for tier in self.tiers if tier.name == name)
+            self.ledger.failed(Series.BASE, last, tier, error)
 
     def _go_on_from(self, outcome: Outcome) -> None:
         """Lead the log on from a restored save, if that is sound; else the next save is a base."""
@@ -489,31 +443,15 @@ class Session:
         if not outcome.exact:
             return
         chain = outcome.chain
-        sizes = self._wait(self._adopt(chain))
+        base_bytes, log_bytes = self._wait(self._lives.adopt(chain))
         if chain.base is None:
             return  # a captured state leads on by the next capture alone
         assert self._capture is not None
         self._previous = chain.target
         self._capture.rebase()
-        base_bytes, log_bytes = sizes
         self.ledger.went_on_from(chain.base, base_bytes, log_bytes, len(chain.steps))
         if any(tier.needs_base is not None for tier in self.tiers):
             self.ledger.want_base("a tier lacks a part of the restored chain")
-
-    async def _adopt(self, chain: Chain) -> tuple[int, int]:
-        """Judge which tiers hold the whole chain, counting what outlives them; return base and log bytes."""
-        inventory, runner = self._runner.inventory, self._runner
-        order = list(Failure)
-        for tier in self.tiers:
-            enough = {one.name for one in self.tiers if order.index(one.survives) >= order.index(tier.survives)}
-            links = [inventory.steps.get(link, set()) for link in chain.steps]
-            if chain.base is not None:
-                links.append(inventory.bases.get(chain.base, set()))
-            tier.needs_base = None if all(names & enough for names in links) else chain.target.step + 1
-        source = SaveSource(self.tiers, inventory, runner.commit)
-        log = [(await source.any_manifest(Series.STEP, link)).size_bytes for link in chain.steps]
-        base = 0 if chain.base is None else (await source.any_manifest(Series.BASE, chain.base)).size_bytes
-        return base, sum(log)
 
     def _tell_lost(self, restored: Restored) -> None:
         message = (

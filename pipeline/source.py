@@ -140,11 +140,15 @@ class SaveSource:
         """Open the pack of one save in one tier and hold it against its manifest."""
         manifest = await self.manifest(series, link, tier)
         if len(manifest.objects) != 1:
-            raise IntegrityError(f"{tier.name}: {manifest.key}: {len(manifest.objects)} objects where one pack belongs")
+            raise IntegrityError(
+                f"{tier.name}: {manifest.key}: {len(manifest.objects)} objects where one pack belongs"
+            )
         entry = manifest.objects[0]
         size_bytes = await tier.store.getsize(entry.key)
         if size_bytes != entry.size_bytes:
-            raise IntegrityError(f"{tier.name}: {entry.key}: {size_bytes} bytes where {entry.size_bytes} were written")
+            raise IntegrityError(
+                f"{tier.name}: {entry.key}: {size_bytes} bytes where {entry.size_bytes} were written"
+            )
         reader = PackReader(partial(tier.store.fetch, entry.key), size_bytes, f"{tier.name}: {entry.key}")
         await reader.open()
         if reader.xxh3 != entry.xxh3:
@@ -167,7 +171,9 @@ class StepSource:
         """Read manifest, header and index."""
         source = self._source
         tier, pack = await source.first(
-            source.holders(Series.STEP, self.link), self._pack, f"step {self.link.step} of {self.link.incarnation}"
+            source.holders(Series.STEP, self.link),
+            self._pack,
+            f"step {self.link.step} of {self.link.incarnation}",
         )
         self.manifest = await source.manifest(Series.STEP, self.link, tier)
         self.header, self.tier = pack.header, tier.name
@@ -212,7 +218,9 @@ class BaseSource:
         """Read manifest, layout and header."""
         source = self._source
         tier, header = await source.first(
-            source.holders(Series.BASE, self.link), self._header, f"base {self.link.step} of {self.link.incarnation}"
+            source.holders(Series.BASE, self.link),
+            self._header,
+            f"base {self.link.step} of {self.link.incarnation}",
         )
         self.manifest = await source.manifest(Series.BASE, self.link, tier)
         self.header, self.tier = header, tier.name
@@ -246,7 +254,10 @@ class BaseSource:
                     self._recent.pop(next(iter(self._recent)))
                 self._recent[part] = await self.chunk(part)
             data = self._recent[part]
-            low, high = max(start, chunk.offset_bytes), min(start + tensor_bytes, chunk.offset_bytes + chunk.size_bytes)
+            low, high = (
+                max(start, chunk.offset_bytes),
+                min(start + tensor_bytes, chunk.offset_bytes + chunk.size_bytes),
+            )
             cut = data[low - chunk.offset_bytes : high - chunk.offset_bytes]
             if high - low == tensor_bytes:
                 return cut
@@ -258,7 +269,9 @@ class BaseSource:
     async def _header(self, tier: Tier) -> Mapping[str, object]:
         manifest = await self._source.manifest(Series.BASE, self.link, tier)
         if len(manifest.layouts) != 1:
-            raise IntegrityError(f"{tier.name}: {manifest.key}: {len(manifest.layouts)} layouts where one belongs")
+            raise IntegrityError(
+                f"{tier.name}: {manifest.key}: {len(manifest.layouts)} layouts where one belongs"
+            )
         self.layout = await self._source.layout(manifest.layouts[0])
         if tier.has_commit_records:
             return (await self._group(tier)).header

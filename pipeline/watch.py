@@ -116,17 +116,21 @@ class GradientWatch:
         return any(gradients[index] is witness for index, witness in self._witnesses)
 
     def same(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Say whether all gradients that are there now are the remembered ones, not written to since."""
-        if not self._ids:
-            return all(gradient is None for gradient in gradients)
+        """Say whether all gradients that are there now are the remembered ones, not written to since.
+
+        Parameters may have been added at the end meanwhile.
+        """
+        known = len(self._ids)
+        if any(gradient is not None for gradient in gradients[known:]):
+            return False
         witnesses = [gradients[index] for index, _ in self._witnesses]
-        if not all(map(is_, witnesses, [w for _, w in self._witnesses])) and any(
+        if not all(map(is_, witnesses, [witness for _, witness in self._witnesses])) and any(
             gradient is not None for gradient in gradients
         ):
             return False
         return all(
-            gradient is None or (id(gradient) == known and gradient._version == version)
-            for gradient, known, version in zip(gradients, self._ids, self._versions, strict=True)
+            gradient is None or (id(gradient) == old and gradient._version == version)
+            for gradient, old, version in zip(gradients[:known], self._ids, self._versions, strict=True)
         )
 
     @staticmethod

@@ -71,9 +71,7 @@ def assemble(
             else:
                 built = _plugin_store(tier)
                 opened.callback(built.close)
-            tiers.append(
-                Tier(tier.label, built, keep=tier.keep, on_error=OnError(config.error_policy(tier)))
-            )
+            tiers.append(Tier(tier.label, built, keep=tier.keep, on_error=OnError(config.error_policy(tier))))
         session = Session(
             live,
             tiers,
@@ -137,7 +135,9 @@ def _plugin_store(tier: PluginTier) -> ObjectStore:
     factory = entry.load()
     made = factory.from_config(dict(tier.options))
     if not isinstance(made, ObjectStore):
-        raise ConfigError(f"tier {tier.label!r}: {entry.value} made a {type(made).__name__}, not an ObjectStore")
+        raise ConfigError(
+            f"tier {tier.label!r}: {entry.value} made a {type(made).__name__}, not an ObjectStore"
+        )
     return made
 
 

@@ -63,7 +63,9 @@ def open_sync(
     PermanentStoreError
         The directory cannot be made or written.
     """
-    return SyncWell(assemble(source, model=model, optimizer=optimizer, extra=extra, fresh=fresh, overrides=overrides))
+    return SyncWell(
+        assemble(source, model=model, optimizer=optimizer, extra=extra, fresh=fresh, overrides=overrides)
+    )
 
 
 class SyncWell:

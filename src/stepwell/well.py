@@ -40,7 +40,9 @@ def open(
     """
 
     def opened() -> Session:
-        return assemble(source, model=model, optimizer=optimizer, extra=extra, fresh=fresh, overrides=overrides)
+        return assemble(
+            source, model=model, optimizer=optimizer, extra=extra, fresh=fresh, overrides=overrides
+        )
 
     return Well(opened)
 

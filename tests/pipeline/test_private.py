@@ -47,7 +47,19 @@ def parameter() -> nn.Parameter:
 
 
 def test_which_classes_are_elementwise() -> None:
-    names = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop".split()
+    names = [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "ASGD",
+        "Rprop",
+    ]
     assert all(is_elementwise(getattr(torch.optim, name)) for name in names)
     for cls in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, Mine, Keeping):
         assert not is_elementwise(cls)
@@ -69,7 +81,7 @@ def test_classes_are_found_by_comparison_only() -> None:
     for name in (class_name_of(Keeping), "os:system", "torch.optim.optimizer:Optimizer", "antigravity:x", ""):
         with pytest.raises(StateMismatchError, match="not one of torch"):
             optimizer_class(name)
-    with pytest.raises(StateMismatchError, match="the live optimizer is .*:Keeping"):
+    with pytest.raises(StateMismatchError, match=r"the live optimizer is .*:Keeping"):
         optimizer_class("somewhere:Else", live)
 
 

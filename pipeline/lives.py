@@ -1,0 +1,129 @@
+"""Lives of a run: beginning an incarnation in every tier, going on from a restored chain, ending."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stepwell.errors import StepwellError
+from stepwell.pipeline.chain import Chain
+from stepwell.pipeline.keys import Series, incarnation_name
+from stepwell.pipeline.reclaim import sweep
+from stepwell.pipeline.records import IncarnationRecord, Link, RunRecord
+from stepwell.pipeline.runner import Runner
+from stepwell.pipeline.source import SaveSource
+from stepwell.stores.base import Failure
+
+__all__ = ["Lives"]
+
+
+class Lives:
+    """The incarnations of one run; every coroutine runs on the runner's loop.
+
+    Attributes
+    ----------
+    current : IncarnationRecord or None
+        The life this process leads, once begun.
+    """
+
+    def __init__(self, runner: Runner, record: RunRecord, environment: Mapping[str, object]) -> None:
+        self.current: IncarnationRecord | None = None
+        self._runner = runner
+        self._record = record
+        self._environment = dict(environment)
+
+    async def begin(self, parent: Link | None) -> IncarnationRecord:
+        """Begin a new life in every tier; what never got its evidence there is swept first.
+
+        Raises
+        ------
+        StoreError
+            A tier cannot be written; no life has begun.
+        """
+        runner, inventory = self._runner, self._runner.inventory
+        counter = 1 + max((record.counter for record in inventory.incarnations.values()), default=0)
+        record = IncarnationRecord(
+            run=self._record.run,
+            incarnation=incarnation_name(counter, secrets.randbits(64)),
+            parent=parent,
+            created_unix_s=time.time(),
+            environment=self._environment,
+        )
+        for tier in runner.tiers:
+            await sweep(tier, inventory)
+            await runner.commit.save_run(tier, self._record)
+            await runner.commit.save_incarnation(tier, record)
+        inventory.incarnations[record.incarnation] = record
+        runner.set_lineage(inventory.lineage_of(record.incarnation))
+        self.current = record
+        return record
+
+    async def end(self) -> dict[str, StepwellError]:
+        """Write down, where records commit, what the newest save is: its loss can then be noticed.
+
+        Returns
+        -------
+        dict
+            Tiers where that failed.
+        """
+        failed: dict[str, StepwellError] = {}
+        if self.current is None:
+            return failed
+        for tier in self._runner.tiers:
+            held = self._runner.inventory.held_by(tier.name)
+            newest = max((*held[Series.STEP], *held[Series.BASE]), default=None)
+            if not tier.has_commit_records or tier.lost is not None or newest is None:
+                continue
+            if newest.incarnation != self.current.incarnation:
+                continue
+            try:
+                await self._runner.commit.end_incarnation(tier, replace(self.current, ended=newest))
+            except StepwellError as error:
+                failed[tier.name] = error
+        return failed
+
+    async def adopt(self, chain: Chain) -> tuple[int, int]:
+        """Judge which tiers hold the whole of a restored chain, counting what outlives them.
+
+        A tier that lacks a part takes part again from the next base on.
+
+        Returns
+        -------
+        tuple of int
+            Bytes of the chain's base and of its log.
+        """
+        runner, inventory = self._runner, self._runner.inventory
+        order = list(Failure)
+        for tier in runner.tiers:
+            reach = order.index(tier.survives)
+            enough = {one.name for one in runner.tiers if order.index(one.survives) >= reach}
+            holders = [inventory.steps.get(link, set()) for link in chain.steps]
+            if chain.base is not None:
+                holders.append(inventory.bases.get(chain.base, set()))
+            whole = all(names & enough for names in holders)
+            tier.needs_base = None if whole else chain.target.step + 1
+        source = SaveSource(runner.tiers, inventory, runner.commit)
+        log = [(await source.any_manifest(Series.STEP, link)).size_bytes for link in chain.steps]
+        base = 0 if chain.base is None else (await source.any_manifest(Series.BASE, chain.base)).size_bytes
+        return base, sum(log)
+
+    async def committed_steps(self, tier: str | None) -> list[int]:
+        """Committed steps of the live lineage, oldest first, in any tier or in one."""
+        inventory = self._runner.inventory
+        newest = inventory.newest()
+        name = self.current.incarnation if self.current else newest.incarnation if newest else ""
+        lineage = inventory.lineage_of(name)
+        return sorted(
+            {
+                link.step
+                for link in inventory.links()
+                if lineage.contains(link)
+                and (
+                    tier is None
+                    or tier in inventory.steps.get(link, ())
+                    or tier in inventory.bases.get(link, ())
+                )
+            }
+        )
