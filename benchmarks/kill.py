@@ -194,7 +194,8 @@ def one_life(place: Path, train_s: float) -> list[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     first = process.stdout.readline()
     if not first:
         raise RuntimeError(f"the child ended by itself:\n{process.stderr.read()}")

@@ -63,8 +63,8 @@ async def resolve_chain(
             return Chain(target, place, tuple(reversed(steps)))
         if place not in source.inventory.steps or (Series.STEP, place) in avoid:
             raise NotCommittedError(
-                f"step {target.step} of {target.incarnation} cannot be reached: the save of step {place.step} "
-                f"of {place.incarnation} that it builds on is not there whole in any tier"
+                f"step {target.step} of {target.incarnation} cannot be reached: the save of step "
+                f"{place.step} of {place.incarnation} that it builds on is whole in no tier"
             )
         manifest = await source.any_manifest(Series.STEP, place)
         steps.append(place)

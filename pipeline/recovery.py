@@ -128,8 +128,8 @@ class Recovery:
                 self.source.note(str(error))
         listed = "\n  ".join(self.source.faults[-20:])
         raise IntegrityError(
-            f"{len(candidates)} saves are committed, but none can be restored whole; the model may hold parts "
-            f"of what was tried. What was found:\n  {listed}"
+            f"{len(candidates)} saves are committed, but none can be restored whole; the model may hold "
+            f"parts of what was tried. What was found:\n  {listed}"
         )
 
     async def _attempt(self, target: Link) -> Outcome:
@@ -199,7 +199,7 @@ class Recovery:
             return False
         if verdict == "partial":
             self.warnings.append(
-                f"step {chain.target.step} carries the digest of a part of its weights only; that part matches"
+                f"step {chain.target.step} carries the digest of a part of its weights; that part matches"
             )
             return False
         if not replayed.environments_differ:
@@ -220,7 +220,7 @@ class Recovery:
                 chain.base,
             )
         self.warnings.append(
-            f"step {chain.target.step}: its replay rounds differently in this environment; loaded all the same"
+            f"step {chain.target.step}: its replay rounds differently here; loaded all the same"
         )
         return False
 
@@ -252,7 +252,7 @@ class Recovery:
         layout = await self.source.layout(str(about.get("layout")))
         run = np.zeros(layout.size_bytes, np.uint8)
         stages = self._stages()
-        for part, chunk in enumerate(layout.chunks):
+        for part in range(len(layout.chunks)):
             raw = await recover_chunk(await step.chunk(f"aux/{part}"), stages, self._context)
             _place(run, layout, part, raw)
         tensors = tuple(

@@ -38,7 +38,7 @@ class Regions:
         self._lock = threading.Lock()
 
     def reserve(self, size_bytes: int) -> Region:
-        """Return a region of at least `size_bytes`; used memory first, since fresh pages cost ten times a copy.
+        """Return a region of at least `size_bytes`; used memory first: fresh pages are slow.
 
         Raises
         ------
