@@ -183,9 +183,7 @@ class OptimizerTap:
             with self.owner.blocked():
                 self._finish_update()
         except Exception as error:
-            self.owner.give_up(
-                f"{self.name}: after an update: {type(error).__name__}: {error}"
-            )
+            self.owner.give_up(f"{self.name}: after an update: {type(error).__name__}: {error}")
 
     def _finish_update(self) -> None:
         latest, self._latest = self._latest, ()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -69,6 +70,15 @@ class HeldCopier(Copier):
         for work, future in works:
             work()
             future.set_result(None)
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Tiny tensors gain nothing from more threads, and lose much where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def small_model(seed: int = 0) -> nn.Sequential:

@@ -7,11 +7,13 @@ import weakref
 
 import pytest
 import torch
-from capture_rig import HeldCopier, Rig, assert_same, gradients_of, replay, small_model
+from capture_rig import HeldCopier, Rig, assert_same, gradients_of, one_torch_thread, replay, small_model
 from torch import nn
 
 from stepwell.errors import UsageError
 from stepwell.pipeline.probation import PROBATION_UPDATES
+
+__all__ = ["one_torch_thread"]  # used by pytest
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
