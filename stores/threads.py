@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from stepwell.errors import UsageError
 
@@ -58,7 +58,7 @@ class Workers:
         self.check_process()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
-        futures = [self._pool.submit(function) for function in functions]
+        futures = [self._pool.submit(_Call(function)) for function in functions]
         await _until_settled(futures)
         return [future.result() for future in futures]
 
@@ -67,6 +67,21 @@ class Workers:
         pool, self._pool = self._pool, None
         if pool is not None and os.getpid() == self._pid:
             pool.shutdown(wait=False)
+
+
+class _Call(Generic[T]):
+    """Lets go of a function, and of the buffers it was given, before anyone hears that it ended.
+
+    The executor itself keeps what it ran for a moment longer.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
+
+    def __call__(self) -> T:
+        function, self._function = self._function, None
+        assert function is not None
+        return function()
 
 
 async def _until_settled(futures: Sequence[Future[T]]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
@@ -75,4 +76,14 @@ async def test_deadline_of_the_caller_works() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await workers.run(lambda: go_on.wait(20))
+    workers.close()
+
+
+async def test_buffers_are_free_when_the_call_ends() -> None:
+    # Symptom: BufferError when the caller resized its buffer just after a put.
+    workers = Workers("test", 2)
+    for _ in range(200):
+        buffer = bytearray(100)
+        assert await workers.run(partial(len, memoryview(buffer))) == 100
+        buffer += b"can be resized: nobody holds it"
     workers.close()
