@@ -51,16 +51,29 @@ class WeightDigests:
         """Digest everything now in terms of a saved layout and algorithm."""
         return _whole(Digester(layout, self._tensors(), algorithm=algorithm))
 
-    def in_window(self, updates_begun: Callable[[], int], expected: int) -> Future[object]:
-        """Digest in the background until the next update begins; the future gives JSON."""
-        digester = self._current()
+    def window(self, updates_begun: Callable[[], int], expected: int) -> DigestWindow:
+        """Return the window of a save that was just captured; call it before training goes on."""
         tensors = [ref.tensor for ref in self._live.parameters]
         versions = versions_of(tensors)
-        window = DigestWindow(updates_begun, expected, lambda: versions_of(tensors) == versions)
+        return DigestWindow(updates_begun, expected, lambda: versions_of(tensors) == versions)
+
+    def submit(
+        self, window: DigestWindow, eager: Digest | None, then: Callable[[DigestWindow], None]
+    ) -> Future[object]:
+        """Digest in the background as far as the window lasts, then go on with `then` in the same thread.
+
+        Returns
+        -------
+        Future
+            Of the digest's JSON, done after `then`.
+        """
+        digester = self._current()
         first, self._first = self._first, self._first + 1
 
         def read() -> object:
-            return window.weights(digester, first=first % max(1, len(digester.layout.chunks))).to_json()
+            digest = eager or window.weights(digester, first=first % max(1, len(digester.layout.chunks)))
+            then(window)
+            return digest.to_json()
 
         return self._pool.submit(read)
 

@@ -89,7 +89,7 @@ async def recover_chunk(chunk: Chunk, stages: Sequence[ChunkStage], context: Sta
         chunk = await stage.recover(chunk, context)
     if chunk.encodings or chunk.buffer.nbytes != chunk.raw_bytes:
         raise IntegrityError(
-            f"step {chunk.step}, chunk {chunk.key}: left with {chunk.buffer.nbytes} of {chunk.raw_bytes} bytes "
+            f"step {chunk.step}, chunk {chunk.key}: {chunk.buffer.nbytes} of {chunk.raw_bytes} bytes "
             f"and the encodings {[encoding.get('id') for encoding in chunk.encodings]}"
         )
     return chunk

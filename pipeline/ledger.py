@@ -57,6 +57,8 @@ class Ledger:
         self._log_bytes = 0
         self._saves_since_base = 0
         self._base_failed_at: int | None = None
+        self._distrust: str | None = None
+        self._distrusted = False
 
     # Told by the runner.
 
@@ -141,6 +143,20 @@ class Ledger:
         """Bytes of the last base."""
         with self._lock:
             return self._base_bytes
+
+    def distrust(self, reason: str) -> None:
+        """Gradients were found not to lead to the live state; the first reason stays."""
+        with self._lock:
+            self._distrust = self._distrust or reason
+
+    def take_distrust(self) -> str | None:
+        """Why gradients must not be relied on from now on; told once."""
+        with self._lock:
+            reason, self._distrust = self._distrust, None
+            if self._distrusted:
+                return None
+            self._distrusted = reason is not None
+            return reason
 
     def must_base(self) -> str | None:
         """Why the next save must have a base beside it, or None."""

@@ -57,6 +57,10 @@ class RunnerEvents(Protocol):
         """A differential is encoded and its capture slots are free."""
         ...
 
+    def unprotected(self, step: int) -> None:
+        """A save is committed in no tier and will not be."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
@@ -176,7 +180,7 @@ class Runner:
     def _accept(self, job: Job) -> None:
         if isinstance(job, BaseJob):
             for tier in self.tiers:
-                tier.base_expected(job.link.step)
+                tier.base_expected(job.link.step, alone=job.alone)
             self._bases.put_nowait(job)
         else:
             self._steps.put_nowait(job)
@@ -215,6 +219,7 @@ class Runner:
                 encoded = await self._encode(job)
             except StepwellError as error:
                 self.failed(Series.STEP, job.link, None, error, job.handle)
+                self._settle(job.handle)
                 continue
             for tier in self.tiers:
                 await self._queues[tier.name].put(encoded)
@@ -233,6 +238,8 @@ class Runner:
         try:
             await flow(job.chunks(), self.chunk_stages, collect, self._workers, self._budget)
         finally:
+            # The digest's thread reads the slots too.
+            await asyncio.wait([asyncio.wrap_future(job.digest)])
             await self._workers.run(job.release)
         digest = await asyncio.wrap_future(job.digest)
         identity = PackIdentity(
@@ -283,19 +290,36 @@ class Runner:
             self.failed(Series.STEP, job.link, tier, error, job.handle)
             return
         self.inventory.add(Series.STEP, job.link, tier.name)
-        tier.step_written(job.handle)
+        # Before the handle, so that whoever waits for that finds everything told.
         self._events.committed(Series.STEP, job.link, tier, manifest.size_bytes)
+        if manifest.self_contained:
+            tier.base_written(job.link.step)
+        tier.step_written(job.handle)
 
     def failed(
-        self, series: Series, link: Link, tier: Tier | None, error: BaseException, handle: SaveHandle
+        self,
+        series: Series,
+        link: Link,
+        tier: Tier | None,
+        error: BaseException,
+        handle: SaveHandle,
+        *,
+        beside: bool = False,
     ) -> None:
-        """A save or base did not arrive: tell its handle and the owner, and mark the hole."""
-        for one in self.tiers if tier is None else (tier,):
-            # A base that fails leaves the old base and the log, which still hold, as they are.
-            if series is Series.STEP or one.needs_base == link.step:
-                one.broken_at(link.step)
-            handle.resolve(one.name, error)
+        """A save or base did not arrive: tell the owner and its handle, and mark the hole.
+
+        Parameters
+        ----------
+        beside : bool
+            It is a base, and a differential of the same step goes along.
+        """
+        # Before the handle, so that whoever waits for that finds everything told.
         self._events.failed(series, link, tier, error)
+        for one in self.tiers if tier is None else (tier,):
+            # Where the old base and the log still hold, a base beside them changes nothing.
+            if not beside or one.needs_base == link.step:
+                handle.resolve(one.name, error)
+                one.broken_at(link.step)
 
     def committed(self, series: Series, link: Link, tier: Tier, size_bytes: int) -> None:
         """A base is committed: remember it and tell the owner."""
@@ -316,5 +340,9 @@ class Runner:
             self._events.failed(Series.BASE, self.inventory.newest() or Link("", 0), tier, error)
 
     def _settle(self, handle: SaveHandle) -> None:
-        if all(handle.future(name).done() for name in handle.tiers):
+        """Let go of a save that has its outcome everywhere."""
+        futures = [handle.future(name) for name in handle.tiers]
+        if handle in self._handles and all(future.done() for future in futures):
             self._handles.discard(handle)
+            if all(future.exception() is not None for future in futures):
+                self._events.unprotected(handle.step)

@@ -34,6 +34,7 @@ from stepwell.pipeline.ledger import Ledger
 from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.lives import Lives
 from stepwell.pipeline.outcome import Metrics, Restored, SaveRecord
+from stepwell.pipeline.proving import Proving
 from stepwell.pipeline.records import Link, RunRecord
 from stepwell.pipeline.recovery import Outcome, Recovery
 from stepwell.pipeline.regions import BaseRegions, Regions
@@ -143,6 +144,7 @@ class Session:
         self._lives = Lives(self._runner, record, self._environment)
         self._capture: Capture | None = None
         self._submission: Submission | None = None
+        self._proving: Proving | None = None
 
     # Opening and closing.
 
@@ -164,12 +166,21 @@ class Session:
             chunk_bytes=options.chunk_bytes,
             eager_digest=self._digests.eager,
         )
+        self._proving = Proving(
+            self.live,
+            self._capture,
+            self._runner,
+            self._digests,
+            lambda: [*self._stages(), Shard()],
+            self.ledger.distrust,
+        )
         self._submission = Submission(
             self._runner,
             self._capture,
             self._digests,
             self._bases,
             self._regions,
+            self._proving,
             ready_timeout_s=options.stall_limit_s,
         )
 
@@ -197,6 +208,8 @@ class Session:
         deadline = time.monotonic() + self.options.close_deadline_s
         late = self._outwait(deadline)
         self._end_life()
+        if self._proving is not None:
+            self._proving.close()
         stopped = self._runner.stop(max(1.0, deadline - time.monotonic()))
         safe = stopped and not late and self._newest_is_far()
         if stopped:
@@ -205,8 +218,8 @@ class Session:
         error = self.ledger.take_error()
         if late:
             missing = DeadlineError(
-                f"step {late[-1].step} did not arrive in every tier within {self.options.close_deadline_s} s; "
-                "what is in memory is kept for the next start"
+                f"step {late[-1].step} did not arrive in every tier within "
+                f"{self.options.close_deadline_s} s; what is in memory is kept for the next start"
             )
             raise missing from error
         if error is not None:
@@ -269,7 +282,11 @@ class Session:
         link = Link(incarnation.incarnation, step)
         handle = SaveHandle(step, [tier.name for tier in self.tiers])
         waited = self._waited_s
-        must = self.ledger.must_base() is not None
+        distrust = self.ledger.take_distrust()
+        if distrust is not None:
+            warnings.warn(f"stepwell: {distrust}; the state is captured from now on", stacklevel=3)
+            capture.use_state(distrust)
+        must = self.ledger.must_base() is not None or distrust is not None
         # While a base travels, the old base and the log hold: a scheduled one can wait for its region.
         due = self.ledger.base_is_due(self.options) and not self._bases.busy
         try:
@@ -362,8 +379,8 @@ class Session:
         if self._lives.current is None and self._non_empty and not self._fresh:
             newest = self._runner.inventory.newest()
             raise UsageError(
-                f"this run has checkpoints up to step {newest.step if newest else '?'} that were not restored; "
-                "call restore() first, or open with fresh=True to begin anew"
+                f"this run has checkpoints up to step {newest.step if newest else '?'} that were not "
+                "restored; call restore() first, or open with fresh=True to begin anew"
             )
         if self._last_step is not None and step <= self._last_step:
             raise UsageError(
@@ -481,7 +498,7 @@ class Session:
             self._arena.remove()
 
     def _forecast_bytes(self) -> dict[str, int]:
-        """Memory the arena takes: slots, bases, log (design: 3 S + bases kept and one in the making + log)."""
+        """Memory the arena takes: slots, bases kept and one in the making, log."""
         base = self.ledger.base_bytes
         keep = max((tier.keep for tier in self.tiers if tier.memory is not None), default=0)
         capture = 0 if self._capture is None else self._capture.memory_bytes

@@ -92,6 +92,6 @@ def decode_planes(chunk: Chunk) -> Chunk:
     buffer = np.frombuffer(decoded, dtype=np.uint8) if out is None else out
     if not rest and buffer.nbytes != chunk.raw_bytes:
         raise IntegrityError(
-            f"step {chunk.step}, chunk {chunk.key}: decodes to {buffer.nbytes} bytes, expected {chunk.raw_bytes}"
+            f"step {chunk.step}, chunk {chunk.key}: decodes to {buffer.nbytes} of {chunk.raw_bytes} bytes"
         )
     return replace(chunk, buffer=buffer, encodings=rest)

@@ -12,6 +12,7 @@ from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.jobs import BaseJob, StepJob
 from stepwell.pipeline.pack import PackKind
+from stepwell.pipeline.proving import Proving
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.regions import BaseRegions, Regions
 from stepwell.pipeline.runner import Runner
@@ -31,6 +32,7 @@ class Submission:
         digests: WeightDigests,
         bases: BaseRegions,
         regions: Regions,
+        proving: Proving,
         *,
         ready_timeout_s: float,
     ) -> None:
@@ -40,6 +42,7 @@ class Submission:
         self._bases = bases
         self._regions = regions
         self._stage = CaptureStage(ready_timeout_s)
+        self._proving = proving
         self._environment: dict[str, object] = dict(environment_of("cpu"))
 
     def submit(self, link: Link, handle: SaveHandle, captured: CapturedSave, previous: Link | None) -> None:
@@ -51,6 +54,7 @@ class Submission:
             The save a differential leads on from.
         """
         digest = self._digest(captured)
+        self._proving.follow(link, handle, captured, digest)
         base = captured.base
         alone = captured.kind is SaveKind.BASE_ONLY
         if base is not None:
@@ -127,10 +131,10 @@ class Submission:
         """Return the future of the digest's JSON; captured states prove themselves by checksum."""
         if captured.kind is not SaveKind.GRADIENT:
             return _done(None)
-        if isinstance(captured.digest, Digest):
-            return _done(captured.digest.to_json())
-        capture = self._capture
-        return self._digests.in_window(lambda: capture.updates_begun, captured.updates_begun)
+        capture, proving = self._capture, self._proving
+        eager = captured.digest if isinstance(captured.digest, Digest) else None
+        window = self._digests.window(lambda: capture.updates_begun, captured.updates_begun)
+        return self._digests.submit(window, eager, lambda window: proving.observe(captured, window))
 
 
 def _step_header(captured: CapturedSave) -> dict[str, object]:

@@ -86,7 +86,8 @@ class AsyncHandle:
             if isinstance(error, DeadlineError):
                 raise
             raise DeadlineError(
-                f"step {self.step} was not committed in tier {tier or self._handle.tiers[-1]} within {timeout_s} s"
+                f"step {self.step} was not committed in tier "
+                f"{tier or self._handle.tiers[-1]} within {timeout_s} s"
             ) from None
 
     async def committed(self) -> None:
