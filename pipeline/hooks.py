@@ -171,6 +171,8 @@ class OptimizerTap:
         if self._depth > 0 and self.owner.capturing:
             if self._captured:
                 self.owner.give_up(f"{self.name}: its step calls the closure more than once")
+                # What was captured is not what the update used: else the real gradients look unused.
+                self._captured, self._latest = False, ()
             else:
                 self._capture_safely()
         return result
