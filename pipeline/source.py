@@ -28,7 +28,9 @@ __all__ = ["BaseSource", "SaveSource", "StepSource"]
 
 Result = TypeVar("Result")
 
-RECENT_CHUNKS = 2  # small tensors share chunks and are asked for one after another
+# Small tensors share chunks. They are asked for parameter by parameter, which goes through the chunks of
+# weights and of each optimizer state side by side: as many as that are kept.
+RECENT_CHUNKS = 8
 
 DAMAGE = (IntegrityError, MissingObjectError, NotCommittedError, StoreError)
 """What makes the next tier worth asking."""

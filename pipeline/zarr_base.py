@@ -6,6 +6,7 @@ object alias the captured run.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -22,6 +23,9 @@ from stepwell.pipeline.pack_reader import off_loop
 from stepwell.pipeline.sealed import FORMAT, parse_json, typed
 from stepwell.pipeline.zarr_group import CRC_BYTES, GroupPlan, PieceObject, piece_parts, root_document
 from stepwell.stores.base import BytesLike, ObjectStore, WriteItem
+
+# Reads of small objects in flight at once; a chunk of many tiny tensors has thousands.
+_PIECES_AT_ONCE = 16
 
 __all__ = ["BaseReader", "GroupPlan", "export_base", "read_base"]
 
@@ -125,9 +129,11 @@ class BaseReader:
         if len(row) == 1 and row[0].size_bytes == chunk.size_bytes:
             return await self._piece(row[0])
         whole = np.zeros(chunk.size_bytes, np.uint8)
-        for item in row:
-            start = item.offset_bytes - chunk.offset_bytes
-            whole[start : start + item.size_bytes] = await self._piece(item)
+        for first in range(0, len(row), _PIECES_AT_ONCE):
+            some = row[first : first + _PIECES_AT_ONCE]
+            for item, piece in zip(some, await asyncio.gather(*map(self._piece, some)), strict=True):
+                start = item.offset_bytes - chunk.offset_bytes
+                whole[start : start + item.size_bytes] = piece
         return whole
 
     async def _piece(self, item: PieceObject) -> Bytes:
