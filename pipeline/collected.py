@@ -108,25 +108,36 @@ class Gatherer:
         self._specs.append(spec)
         self.encoder.remember(spec.name, tensor)
 
-    def extend(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+    def extend(self, specs: Sequence[TensorSpec], named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Take many tensors at once, without looking for aliases of them later (no work per tensor)."""
         self._flush()
-        self._named.extend(zip((spec.name for spec in specs), tensors, strict=True))
+        self._named.extend(named)
         self._specs.extend(specs)
 
     def add_state(self, name: str, key: object, value: object, parameter: TensorSpec) -> JsonValue:
         """Take one value of the optimizer's state of a parameter; tensors of its shape join its group."""
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == parameter.shape and parameter.shape:
-            self._flush()
-            node = self.encoder.tensor(value, name)
-            if len(self._named) > len(self._specs):
-                kind = _STATE_KINDS.get(str(key), Kind.AUX)
-                saved = self._named[-1][0]
-                self._specs.append(
-                    TensorSpec(saved, parameter.shape, dtype_name(value.dtype), kind, parameter.group)
-                )
-            return node
-        return self.encoder.encode(value, name)
+        if not isinstance(value, torch.Tensor):
+            return self.encoder.encode(value, name)
+        self._flush()
+        before = len(self._named)
+        node = self.encoder.tensor(value, name)
+        if len(self._named) > before:
+            saved = self._named[-1][0]
+            kind, group = Kind.AUX, ""
+            if value.shape == parameter.shape and parameter.shape:
+                kind, group = _STATE_KINDS.get(str(key), Kind.AUX), parameter.group
+            self._specs.append(TensorSpec(saved, tuple(value.shape), dtype_name(value.dtype), kind, group))
+        return node
+
+    def count(self) -> int:
+        """Return how many tensors were taken so far."""
+        self._flush()
+        return len(self._specs)
+
+    def taken_since(self, start: int) -> tuple[tuple[TensorSpec, ...], list[tuple[str, torch.Tensor]]]:
+        """Return specs and named tensors of what was taken since `count` was `start`."""
+        self._flush()
+        return tuple(self._specs[start:]), self._named[start:]
 
     def finish(self, tree: dict[str, JsonValue]) -> Collected:
         """Everything taken so far, with the tree that refers to it."""
@@ -135,6 +146,8 @@ class Gatherer:
 
     def _flush(self) -> None:
         """Specs for what the encoder has appended by itself."""
+        if len(self._named) == len(self._specs):
+            return
         for name, tensor in self._named[len(self._specs) :]:
             self._specs.append(TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype), Kind.AUX))
 
@@ -175,7 +188,7 @@ def state_prefix(optimizer: str, parameter: str) -> str:
 def encode_states(
     gatherer: Gatherer,
     optimizer: str,
-    states: Sequence[tuple[TensorSpec, Mapping[str, object]]],
+    states: Sequence[tuple[TensorSpec, Mapping[object, object]]],
 ) -> list[JsonValue]:
     """Encode ``optimizer.state`` as pairs of parameter name and state, in the order given."""
     pairs: list[JsonValue] = []
@@ -235,7 +248,9 @@ def with_optimizer_states(collected: Collected, states: OptimizerStates) -> Coll
         missing = sorted(set(by_parameter) - set(parameters))
         if missing:
             raise IntegrityError(f"optimizer {optimizer!r} has state of unknown parameters {missing[:5]}")
-        pairs = [(parameters[name], state) for name, state in by_parameter.items()]
+        pairs = [
+            (parameters[name], cast("Mapping[object, object]", state)) for name, state in by_parameter.items()
+        ]
         old = section(collected.tree, "optimizers", optimizer)
         optimizers[optimizer] = {**old, "state": encode_states(gatherer, optimizer, pairs)}
     return gatherer.finish({**collected.tree, "optimizers": optimizers})

@@ -13,14 +13,15 @@ from typing import cast
 
 import torch
 
-from stepwell.errors import UnsupportedValueError, UsageError
+from stepwell.errors import UsageError
 from stepwell.pipeline.base import Kind
 from stepwell.pipeline.bits import dtype_name
-from stepwell.pipeline.collected import TREE_FORMAT, Collected, Gatherer, encode_states, spec_of
+from stepwell.pipeline.collected import TREE_FORMAT, Collected, Gatherer, spec_of
 from stepwell.pipeline.layout import TensorSpec
 from stepwell.pipeline.live_check import check_state
 from stepwell.pipeline.live_extra import encode_extra, validate_extra
 from stepwell.pipeline.live_load import load_state
+from stepwell.pipeline.live_optimizer import OptimizerMemo, encode_groups
 from stepwell.pipeline.live_scan import (
     ModelScan,
     OptimizerRef,
@@ -98,6 +99,8 @@ class LiveState:
         self._grouped = [
             [list(group["params"]) for group in ref.optimizer.param_groups] for ref in self.optimizers
         ]
+        self._memos = {ref.name: OptimizerMemo(ref) for ref in self.optimizers}
+        self._parameter_dtypes = [ref.tensor.dtype for ref in self.parameters]
         self.shared_memory = overlapping(self.parameters)
         self._buffer_tensors: list[torch.Tensor | None] = []
         self._buffer_specs: list[TensorSpec | None] = []
@@ -171,7 +174,8 @@ class LiveState:
             gatherer.add(spec, ref.tensor)
         optimizers: dict[str, JsonValue] = {}
         for optimizer in self.optimizers:
-            optimizers[optimizer.name] = self._encode_optimizer(gatherer, optimizer)
+            memo = self._memos[optimizer.name]
+            optimizers[optimizer.name] = memo.encode(gatherer, self.parameter_specs)
         return self._finish(gatherer, optimizers, whole=True)
 
     def collect_aux(self, *, frozen: bool = False) -> Collected:
@@ -191,11 +195,11 @@ class LiveState:
         if frozen:
             refs = zip(self.parameters, self.parameter_specs, strict=True)
             fixed = [(spec, ref.tensor) for ref, spec in refs if ref.optimizer < 0]
-            gatherer.extend([spec for spec, _ in fixed], [tensor for _, tensor in fixed])
+            gatherer.extend([spec for spec, _ in fixed], [(spec.name, tensor) for spec, tensor in fixed])
         optimizers: dict[str, JsonValue] = {
             ref.name: {
                 "class": class_name_of(type(ref.optimizer)),
-                "groups": [{"values": value} for value in self._encode_groups(gatherer, ref)],
+                "groups": [{"values": value} for value in encode_groups(gatherer, ref)],
             }
             for ref in self.optimizers
         }
@@ -221,12 +225,14 @@ class LiveState:
 
     def _check_shapes(self) -> None:
         """Assigning to ``.data`` may have changed a parameter's shape or dtype under its name."""
-        for i, (ref, spec) in enumerate(zip(self.parameters, self.parameter_specs, strict=True)):
-            if tuple(ref.tensor.shape) != spec.shape or self._spec(ref) != spec:
-                specs = list(self.parameter_specs)
-                specs[i] = self._spec(ref)
-                self.parameter_specs = tuple(specs)
-                self.version += 1
+        kept = all(
+            ref.tensor.shape == spec.shape and ref.tensor.dtype is dtype
+            for ref, spec, dtype in zip(
+                self.parameters, self.parameter_specs, self._parameter_dtypes, strict=True
+            )
+        )
+        if not kept:
+            self.rescan()
 
     def _finish(self, gatherer: Gatherer, optimizers: dict[str, JsonValue], *, whole: bool) -> Collected:
         model = self._encode_model(gatherer, whole)
@@ -260,7 +266,7 @@ class LiveState:
             ]
         first: dict[int, str] = {}
         specs: list[TensorSpec] = []
-        taken: list[torch.Tensor] = []
+        taken: list[tuple[str, torch.Tensor]] = []
         for ref, tensor, spec in zip(self.scan.buffers, tensors, self._buffer_specs, strict=True):
             if tensor is None or spec is None:
                 absent.append(ref.name)
@@ -268,9 +274,9 @@ class LiveState:
                 aliases[ref.name] = first[id(tensor)]
             else:
                 specs.append(spec)
-                taken.append(tensor)
+                taken.append((ref.name, tensor))
         if whole:
-            for spec, tensor in zip(specs, taken, strict=True):
+            for spec, (_, tensor) in zip(specs, taken, strict=True):
                 gatherer.add(spec, tensor)
         else:
             gatherer.extend(specs, taken)
@@ -296,45 +302,3 @@ class LiveState:
             or (spec is not None and tensor.shape == spec.shape and dtype_name(tensor.dtype) == spec.dtype)
             for tensor, spec in zip(tensors, self._buffer_specs, strict=True)
         )
-
-    def _encode_groups(self, gatherer: Gatherer, ref: OptimizerRef) -> list[JsonValue]:
-        values: list[JsonValue] = []
-        for g, group in enumerate(ref.optimizer.param_groups):
-            kept = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            values.append(gatherer.encoder.encode(kept, f"{ref.name}/group/{g}"))
-        return values
-
-    def _encode_optimizer(self, gatherer: Gatherer, ref: OptimizerRef) -> dict[str, JsonValue]:
-        groups = self._encode_groups(gatherer, ref)
-        node: dict[str, JsonValue] = {
-            "class": class_name_of(type(ref.optimizer)),
-            "groups": [
-                {"params": list(names), "values": values}
-                for names, values in zip(ref.parameters, groups, strict=True)
-            ],
-            "state": [],
-            "other": {},
-        }
-        if ref.custom:
-            node["custom"] = gatherer.encoder.encode(ref.optimizer.state_dict(), f"{ref.name}/custom")
-            return node
-        live = ref.optimizer.state
-        known: set[int] = set()
-        states = []
-        specs = {spec.name: spec for spec in self.parameter_specs}
-        for group, names in zip(ref.optimizer.param_groups, ref.parameters, strict=True):
-            for tensor, name in zip(group["params"], names, strict=True):
-                known.add(id(tensor))
-                if tensor in live:
-                    states.append((specs[name], cast("Mapping[str, object]", live[tensor])))
-        node["state"] = encode_states(gatherer, ref.name, states)
-        other: dict[object, object] = {}
-        for key, value in live.items():
-            if not isinstance(key, torch.Tensor):
-                other[key] = value
-            elif id(key) not in known:
-                raise UnsupportedValueError(
-                    f"{ref.name}: has state of a tensor of shape {tuple(key.shape)} that is in no group"
-                )
-        node["other"] = gatherer.encoder.encode(other, f"{ref.name}/other")
-        return node

@@ -48,11 +48,16 @@ def check_state(live: LiveState, tree: Mapping[str, JsonValue], specs: Sequence[
 def _check_readable(live: LiveState, tree: Mapping[str, JsonValue], saved: Mapping[str, TensorSpec]) -> None:
     """Decode all that loading will decode, over stand-ins, so that no damage is found half-way."""
 
+    made: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
     def stand_in(name: str) -> torch.Tensor:
         spec = saved.get(name)
         if spec is None:
             raise FormatError(f"the saved tree refers to the tensor {name!r}, which was not saved")
-        return torch.zeros((), dtype=torch_dtype(spec.dtype)).expand(spec.shape)
+        key = (spec.dtype, spec.shape)
+        if key not in made:
+            made[key] = torch.zeros((), dtype=torch_dtype(spec.dtype)).expand(spec.shape)
+        return made[key]
 
     for name in section(tree, "optimizers"):
         node = section(tree, "optimizers", name)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stepwell.errors import UnsupportedValueError, UsageError
-from stepwell.pipeline.tree import TreeEncoder, escape_segment, storage_key
+from stepwell.pipeline.tree import TreeEncoder, escape_segment
 
 __all__ = [
     "BufferRef",
@@ -266,10 +266,9 @@ def scan_optimizers(
 ) -> tuple[list[ParameterRef], list[OptimizerRef]]:
     """Name every parameter, the model's first, and say who steps it."""
     by_id = {id(tensor): name for name, tensor in scan.parameters.items()}
-    by_storage: dict[object, str] = {}
-    if scan.stateful is not None:
-        # Its state_dict hands out other tensor objects than the optimizer has; their elements tell.
-        by_storage = {storage_key(t): n for n, t in scan.parameters.items() if storage_key(t) is not None}
+    # The state_dict of an opaque model hands out other tensor objects than the optimizer has; their
+    # elements tell.
+    by_elements = TreeEncoder([] if scan.stateful is None else list(scan.parameters.items()))
     stepped: dict[str, ParameterRef] = {}
     references: list[OptimizerRef] = []
     for which, (name, optimizer) in enumerate(named):
@@ -277,7 +276,7 @@ def scan_optimizers(
         for g, group in enumerate(optimizer.param_groups):
             names: list[str] = []
             for i, tensor in enumerate(group["params"]):
-                found = by_id.get(id(tensor)) or by_storage.get(storage_key(tensor))
+                found = by_id.get(id(tensor)) or by_elements.find(tensor)
                 parameter = by_id[id(tensor)] = found or f"{name}/param/{g}.{i}"
                 stepped.setdefault(parameter, ParameterRef(parameter, tensor, which, g, i))
                 names.append(parameter)

@@ -31,8 +31,6 @@ from stepwell.pipeline.tree_decode import (
 
 __all__ = ["JsonValue", "TensorLookup", "TreeEncoder", "decode_tree", "encode_tree", "escape_segment"]
 
-StorageKey: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-
 _INT_PLAIN_MAX = 1 << 63
 """Larger integers are hexadecimal: Python refuses to read decimal ones of more than 4300 digits."""
 
@@ -66,11 +64,16 @@ def escape_segment(key: object) -> str:
     return text.replace("~", "~0").replace("/", "~1")
 
 
-def storage_key(tensor: torch.Tensor) -> StorageKey | None:
-    """What two tensors have in common if and only if they are the same elements; None for empty ones."""
-    if tensor.numel() == 0:
-        return None
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+def same_elements(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """True if two tensors are the same elements of the same memory; empty ones never are."""
+    return (
+        first.data_ptr() == second.data_ptr()
+        and first.shape == second.shape
+        and first.stride() == second.stride()
+        and first.dtype == second.dtype
+        and first.device == second.device
+        and first.numel() > 0
+    )
 
 
 class TreeEncoder:
@@ -85,20 +88,36 @@ class TreeEncoder:
     def __init__(self, tensors: list[tuple[str, torch.Tensor]] | None) -> None:
         self._tensors = tensors
         self._names: set[str] = set()
-        self._name_of: dict[StorageKey, str] = {}
-        # Owners of the memory whose addresses are keys: state_dict() may hand out temporaries, and
-        # memory freed between two of them must not look like an alias.
-        self._alive: list[torch.Tensor] = []
+        # First owner of an address, and the others where several views begin there. The tensors are
+        # kept: state_dict() may hand out temporaries, and memory freed between two of them must not
+        # look like an alias. Flat, because thousands of small tuples wake the garbage collector.
+        self._first: dict[int, torch.Tensor] = {}
+        self._first_name: dict[int, str] = {}
+        self._others: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for name, tensor in tensors or ():
             self.remember(name, tensor)
 
     def remember(self, name: str, tensor: torch.Tensor) -> None:
         """Note that these elements are saved under this name already."""
         self._names.add(name)
-        key = storage_key(tensor)
-        if key is not None:
-            self._name_of.setdefault(key, name)
-            self._alive.append(tensor)
+        address = tensor.data_ptr()
+        if not address:
+            return
+        if self._first.setdefault(address, tensor) is tensor:
+            self._first_name.setdefault(address, name)
+        else:
+            self._others.setdefault(address, []).append((name, tensor))
+
+    def find(self, tensor: torch.Tensor) -> str | None:
+        """Return the name under which the same elements are saved, if any."""
+        address = tensor.data_ptr()
+        first = self._first.get(address)
+        if first is None:
+            return None
+        if same_elements(first, tensor):
+            return self._first_name[address]
+        others = self._others.get(address, ())
+        return next((name for name, other in others if same_elements(other, tensor)), None)
 
     def encode(self, value: object, path: str) -> JsonValue:
         """Encode one value; see ``encode_tree``."""
@@ -110,11 +129,10 @@ class TreeEncoder:
         if self._tensors is None:
             data = base64.b64encode(tensor_bytes(value).data).decode("ascii")
             return {"$inline": [dtype_name(value.dtype), list(value.shape), data]}
-        key = storage_key(value)
-        name = None if key is None else self._name_of.get(key)
+        name = self.find(value)
         if name is None:
             name = self._free_name(path)
-            self._tensors.append((name, value.detach()))
+            self._tensors.append((name, value))
             self.remember(name, value)
         return {"$tensor": name}
 
