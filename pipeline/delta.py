@@ -12,7 +12,7 @@ import numpy as np
 
 from stepwell.codecs.ordered_delta import decode_difference, encode_difference
 from stepwell.errors import IntegrityError
-from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, Encoding, StageContext
+from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, Encoding, Kind, StageContext
 
 __all__ = ["NoDelta", "OrderedDeltaStage", "delta_stage"]
 
@@ -32,9 +32,6 @@ class NoDelta:
         """Return `chunk` as it is."""
         return chunk
 
-    def forget(self) -> None:
-        """Nothing is remembered."""
-
 
 class OrderedDeltaStage:
     """Difference against the same chunk of the previous save.
@@ -48,10 +45,6 @@ class OrderedDeltaStage:
 
     def __init__(self) -> None:
         self._reference: dict[str, tuple[str, int, Bytes]] = {}
-
-    def forget(self) -> None:
-        """Drop all references: the next save stands for itself."""
-        self._reference.clear()
 
     async def save(self, chunk: Chunk, context: StageContext) -> Chunk:
         """Push the difference; remember the chunk as the next reference."""
@@ -94,7 +87,9 @@ class OrderedDeltaStage:
                     f"step {chunk.step}, chunk {chunk.key}: {buffer.nbytes} bytes, expected {chunk.raw_bytes}"
                 )
             chunk = replace(chunk, buffer=buffer, encodings=chunk.encodings[:-1])
-        await context.run(lambda: self._remember(chunk))
+        if chunk.kind is not Kind.GRADIENT:
+            # Gradients have no predecessor; remembering them would only cost.
+            await context.run(lambda: self._remember(chunk))
         return chunk
 
     def _remember(self, chunk: Chunk) -> None:

@@ -169,7 +169,7 @@ class Layout:
             document = json.loads(data)
             if document["format"] != 1:
                 raise FormatError(f"layout {expected_hash}: format {document['format']} is newer than 1")
-            return cls(
+            layout = cls(
                 tensors=tuple(
                     TensorSpec(name, tuple(shape), dtype, Kind(kind), group)
                     for name, shape, dtype, kind, group in document["tensors"]
@@ -182,5 +182,34 @@ class Layout:
                 ),
                 size_bytes=document["size_bytes"],
             )
+            layout._check()
+            return layout
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(f"layout {expected_hash}: not a layout ({error})") from error
+
+    def _check(self) -> None:
+        """Believe nothing a stored layout says about places: every piece lies in its tensor and chunk.
+
+        Raises
+        ------
+        ValueError
+            Something lies outside, or tensors are not covered exactly once and in order.
+        """
+        covered = [0] * len(self.tensors)
+        end = 0
+        for chunk in self.chunks:
+            if chunk.offset_bytes < end or chunk.size_bytes < 0:
+                raise ValueError("chunks overlap")
+            end = chunk.offset_bytes + chunk.size_bytes
+            item_bytes, place = ITEM_BYTES[chunk.dtype], 0
+            for piece in chunk.pieces:
+                if not 0 <= piece.tensor < len(self.tensors) or piece.start != covered[piece.tensor]:
+                    raise ValueError(f"a piece of tensor {piece.tensor} is out of order")
+                if piece.stop < piece.start or piece.offset_bytes < place:
+                    raise ValueError(f"a piece of tensor {piece.tensor} overlaps the one before")
+                place = piece.offset_bytes + (piece.stop - piece.start) * item_bytes
+                covered[piece.tensor] = piece.stop
+            if place > chunk.size_bytes:
+                raise ValueError("a piece reaches beyond its chunk")
+        if end > self.size_bytes or covered != [spec.element_count for spec in self.tensors]:
+            raise ValueError("the chunks do not cover the tensors")
