@@ -252,10 +252,10 @@ class OptimizerTap:
 
         Where an update went by without hooks (its parameters changed), nothing can be said.
         """
-        if not self._handles or self._watch.changed():
+        if not self._handles:
             return None
         gradients = [parameter.grad for parameter in parameters_of(self.optimizer)]
-        if self._gradients.same(gradients):
+        if self._gradients.same(gradients) or self._watch.changed():
             return None
         unused = unused_gradient(gradients)
         if unused is None:

@@ -7,7 +7,6 @@ and writes through ``.data`` never bump a version; digests and the proof find th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 
 import torch
 import xxhash
@@ -120,13 +119,13 @@ class GradientWatch:
 
         Parameters may have been added at the end meanwhile.
         """
+        witnessed = all(gradients[index] is witness for index, witness in self._witnesses)
+        if witnessed and [id(g) for g in gradients] == self._ids and versions_of(gradients) == self._versions:
+            return True  # the usual case, in two passes that cost little
         known = len(self._ids)
         if any(gradient is not None for gradient in gradients[known:]):
             return False
-        witnesses = [gradients[index] for index, _ in self._witnesses]
-        if not all(map(is_, witnesses, [witness for _, witness in self._witnesses])) and any(
-            gradient is not None for gradient in gradients
-        ):
+        if not witnessed and any(gradient is not None for gradient in gradients):
             return False
         return all(
             gradient is None or (id(gradient) == old and gradient._version == version)

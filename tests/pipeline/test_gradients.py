@@ -204,6 +204,26 @@ def test_gradients_in_a_buffer_that_is_written_anew_are_copied_eagerly(rigs):
     assert "written to" in rig.tap.taps[0].probation.eager
 
 
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_distributed_data_parallel_with_and_without_bucket_views(rigs, bucket_view):
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = small_model()
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+        rig = rig_of(rigs, model=model)  # after wrapping, which writes into the parameters
+        held = []
+        for _ in range(6):
+            rig.optimizers[0].zero_grad()
+            wrapped(torch.randn(5, 9, generator=rig.generator)).square().sum().backward()
+            rig.optimizers[0].step()
+            held.append(rig.save().updates[0].by_reference)
+        assert held == [False, False, *[not bucket_view] * 4]
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler_with_inf_steps(rigs, fused):
     rig = rig_of(rigs, fused=fused)
@@ -223,8 +243,9 @@ def test_grad_scaler_with_inf_steps(rigs, fused):
             assert interval.updates[0].record.decoded_found_inf().item() == float(n in (0, 3, 6))
 
 
-def test_real_grad_scaler_on_cpu(rigs):
-    rig = rig_of(rigs, SGD, momentum=0.9)
+@pytest.mark.parametrize("fused", [False, True])
+def test_real_grad_scaler_on_cpu(rigs, fused):
+    rig = rig_of(rigs, SGD, momentum=0.9, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=3)
     updates = 0
     for _ in range(12):
@@ -674,6 +695,27 @@ def test_random_writes_to_held_gradients_are_torn_or_harmless(rigs, seed):
         if interval.broken is not None:
             rig.tap.rebase()
         for slot in interval.slots:
+            slot.release()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_writes_racing_with_the_real_copier_are_torn_or_harmless(rigs, seed):
+    rig = rig_of(rigs, model=nn.Linear(9, 20_000 * (1 + seed)), fused=bool(seed % 2))
+    for _ in range(3):
+        rig.update()
+        rig.tap.notice_torn()
+        update = rig.tap._interval.updates[-1]
+        wanted = None if update.by_reference else [g.clone() for g in gradients_of(update)]
+        if update.by_reference:
+            wanted = [p.grad.clone() for p in rig.model.parameters()] if seed % 2 else None
+            for p in rig.model.parameters():
+                p.grad.zero_()
+        update.wait(60)
+        if update.torn is None:
+            found = gradients_of(update)
+            assert all(bool(g.any()) for g in found), "a gradient of zeros would be the one written later"
+            assert wanted is None or all(map(torch.equal, found, wanted))
+        for slot in rig.tap.take().slots:
             slot.release()
 
 
