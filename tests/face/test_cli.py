@@ -18,8 +18,6 @@ import pytest
 from stepwell.cli import app, output
 from stepwell.cli.output import bytes_text, ranges_text
 from stepwell.config import load_config
-from stepwell.demo.supervisor import Plan
-from stepwell.errors import UsageError
 from stepwell.pipeline.base import Chunk, Kind
 from stepwell.pipeline.commit import Commit
 from stepwell.pipeline.keys import Series, pack_key
@@ -347,16 +345,6 @@ def test_the_demo_refuses_a_directory_that_holds_something(tmp_path: Path) -> No
     (tmp_path / "mine").write_text("x")
     assert app.run(["demo", "--dir", str(tmp_path)]) == 2
     assert (tmp_path / "mine").read_text() == "x"
-
-
-def test_the_demo_kills_in_different_parts_of_the_run(tmp_path: Path) -> None:
-    plan = Plan(40, 3, tmp_path).checked()
-    for _ in range(50):
-        kills = plan.kill_steps()
-        assert kills == sorted(set(kills))
-        assert 0 < kills[0] <= kills[-1] < plan.steps - 1
-    with pytest.raises(UsageError, match="at least 16 steps"):
-        Plan(15, 3).checked()
 
 
 class Terminal(io.StringIO):

@@ -37,8 +37,14 @@ def print_json(document: object) -> None:
 
 
 def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table; columns whose heading ends in a blank are set to the right, as numbers are."""
-    made = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
+    """Print a table; a heading that ends in a blank sets its column to the right, as numbers are."""
+    made = Table(
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        show_header=any(headings),
+    )
     for heading in headings:
         right = heading.endswith(" ")
         made.add_column(heading.strip(), justify="right" if right else "left", overflow="fold")

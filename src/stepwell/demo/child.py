@@ -57,6 +57,11 @@ class Child:
     ) -> None:
         self.kill()
 
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, negative for the signal that ended it; None while it lives."""
+        return self._process.poll()
+
     def kill(self) -> None:
         """Send SIGKILL and wait until the process is gone."""
         if self._process.poll() is None:

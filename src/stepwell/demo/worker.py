@@ -103,7 +103,6 @@ def _since_ms(begun_s: float) -> float:
 
 def main(path: str) -> None:
     """Carry out the order in the file at `path`."""
-    faulthandler.dump_traceback_later(STACKS_AFTER_S, repeat=True, file=sys.stderr)
     order = Order.read(Path(path))
     training = Training(order.steps)
     tell("begin", params=training.parameter_count)
@@ -117,4 +116,5 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(STACKS_AFTER_S, repeat=True)
     main(sys.argv[1])
