@@ -50,12 +50,15 @@ class BaseWriter:
                         objects = await self._export(job, header, tier)
                     await self._commit(job, tier, objects, digest)
                 except StepwellError as error:
-                    self._runner.failed(Series.BASE, job.link, tier, error, job.handle)
+                    self._failed(job, tier, error)
         except StepwellError as error:
-            self._runner.failed(Series.BASE, job.link, None, error, job.handle)
+            self._failed(job, None, error)
         finally:
             # In a worker: it may wait for a copy, and regions are unmapped here.
             await self._workers.run(lambda: job.release(published))
+
+    def _failed(self, job: BaseJob, tier: Tier | None, error: StepwellError) -> None:
+        self._runner.failed(Series.BASE, job.link, tier, error, job.handle, beside=not job.alone)
 
     def _identity(self, job: BaseJob) -> PackIdentity:
         runner = self._runner

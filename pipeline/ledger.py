@@ -48,6 +48,8 @@ class Ledger:
         self._errors: deque[BaseException] = deque()
         self._warnings: deque[str] = deque()
         self._last_committed: dict[str, int] = {}
+        self._tiers = frozenset(tiers)
+        self._lost: set[str] = set()
         self._bytes_total = dict.fromkeys(tiers, 0)
         self._errors_total = dict.fromkeys(tiers, 0)
         self._unprotected = 0
@@ -82,20 +84,32 @@ class Ledger:
         with self._lock:
             if tier is not None:
                 self._errors_total[tier.name] += 1
-            if series is Series.STEP:
+            known = self._by_link.get(link)
+            alone = known is not None and known[0].kind == "base only"
+            if series is Series.STEP or alone:
                 self._must_base = f"step {link.step} did not arrive: {error}"
             else:
                 self._base_failed_at = self._saves_since_base
-            if tier is None:
-                self._unprotected += 1
             if tier is None and isinstance(error, IntegrityError):
                 # A torn gradient is no fault of the run: the step is not saved, and the next is a base.
                 self._warnings.append(str(error))
-            elif tier is not None and tier.on_error is OnError.DEGRADE:
+            elif tier is not None and tier.on_error is OnError.DEGRADE and self._goes_on_without(tier.name):
                 tier.lost = str(error)
                 self._warnings.append(f"tier {tier.name} is given up, the others go on: {error}")
             else:
                 self._errors.append(error)
+
+    def _goes_on_without(self, tier: str) -> bool:
+        """Whether another tier is left; the last one is never given up."""
+        if len(self._tiers - self._lost - {tier}) == 0:
+            return False
+        self._lost.add(tier)
+        return True
+
+    def unprotected(self, step: int) -> None:
+        """A save is committed in no tier and will not be."""
+        with self._lock:
+            self._unprotected += 1
 
     def encoded(self, link: Link, size_bytes: int) -> None:
         """A differential is encoded."""
@@ -176,9 +190,16 @@ class Ledger:
             )
 
     def take_error(self) -> BaseException | None:
-        """Take the oldest failure that was not raised yet."""
+        """Take the oldest failure that was not raised yet; later ones go along as its notes."""
         with self._lock:
-            return self._errors.popleft() if self._errors else None
+            if not self._errors:
+                return None
+            first, *others = self._errors
+            self._errors.clear()
+        for other in others:
+            if other is not first:
+                first.add_note(f"stepwell: and after it: {other}")
+        return first
 
     def take_warnings(self) -> list[str]:
         """Take what the trainer should be warned of."""

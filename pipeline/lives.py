@@ -14,6 +14,7 @@ from stepwell.pipeline.reclaim import sweep
 from stepwell.pipeline.records import IncarnationRecord, Link, RunRecord
 from stepwell.pipeline.runner import Runner
 from stepwell.pipeline.source import SaveSource
+from stepwell.pipeline.tier import Tier
 from stepwell.stores.base import Failure
 
 __all__ = ["Lives"]
@@ -103,7 +104,10 @@ class Lives:
             if chain.base is not None:
                 holders.append(inventory.bases.get(chain.base, set()))
             whole = all(names & enough for names in holders)
-            tier.needs_base = None if whole else chain.target.step + 1
+            if whole:
+                tier.needs_base = None
+            else:
+                tier.begin_later(chain.target.step + 1)
         source = SaveSource(runner.tiers, inventory, runner.commit)
         log = [(await source.any_manifest(Series.STEP, link)).size_bytes for link in chain.steps]
         base = 0 if chain.base is None else (await source.any_manifest(Series.BASE, chain.base)).size_bytes
@@ -113,17 +117,18 @@ class Lives:
         """Committed steps of the live lineage, oldest first, in any tier or in one."""
         inventory = self._runner.inventory
         newest = inventory.newest()
+        tiers = [one for one in self._runner.tiers if tier in (None, one.name)]
         name = self.current.incarnation if self.current else newest.incarnation if newest else ""
         lineage = inventory.lineage_of(name)
-        return sorted(
-            {
-                link.step
-                for link in inventory.links()
-                if lineage.contains(link)
-                and (
-                    tier is None
-                    or tier in inventory.steps.get(link, ())
-                    or tier in inventory.bases.get(link, ())
-                )
-            }
-        )
+        links = (link for link in inventory.links() if lineage.contains(link))
+        return sorted({link.step for link in links if any(self._holds(one, link) for one in tiers)})
+
+    def _holds(self, tier: Tier, link: Link) -> bool:
+        """Whether a tier holds a save and, as far as this life wrote it, all that it builds on."""
+        inventory = self._runner.inventory
+        if tier.name in inventory.bases.get(link, ()):
+            return True
+        if tier.name not in inventory.steps.get(link, ()):
+            return False
+        mine = self.current is not None and link.incarnation == self.current.incarnation
+        return not mine or tier.reaches(link.step)

@@ -11,7 +11,13 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from stepwell.errors import IntegrityError, MissingObjectError, StoreError, TransientStoreError
+from stepwell.errors import (
+    IntegrityError,
+    MissingObjectError,
+    ObjectExistsError,
+    StoreError,
+    TransientStoreError,
+)
 from stepwell.pipeline.tier import OnError, Tier
 from stepwell.stores.base import BytesLike, WriteItem
 
@@ -63,7 +69,9 @@ class Replicate:
             except StoreError as error:
                 tries += 1
                 transient = isinstance(error, TransientStoreError) and tries <= tier.retries
-                patient = tier.on_error is OnError.RETRY and clock() < deadline
+                # That an object is there, or is not, is an answer and no fault to outwait.
+                answered = isinstance(error, MissingObjectError | ObjectExistsError)
+                patient = tier.on_error is OnError.RETRY and not answered and clock() < deadline
                 if not (transient or patient):
                     raise
             pause_s = min(PAUSE_S_MAX, FIRST_PAUSE_S * 2 ** (tries - 1))

@@ -211,7 +211,7 @@ class Runner:
                 group.create_task(self._write_all(tier))
             while (job := await self._bases.get()) is not None:
                 await bases.write(job)
-                self._settle(job.handle)
+                self._settle()
 
     async def _encode_all(self) -> None:
         while (job := await self._steps.get()) is not None:
@@ -219,7 +219,7 @@ class Runner:
                 encoded = await self._encode(job)
             except StepwellError as error:
                 self.failed(Series.STEP, job.link, None, error, job.handle)
-                self._settle(job.handle)
+                self._settle()
                 continue
             for tier in self.tiers:
                 await self._queues[tier.name].put(encoded)
@@ -274,13 +274,15 @@ class Runner:
     async def _write_all(self, tier: Tier) -> None:
         while (encoded := await self._queues[tier.name].get()) is not None:
             await self._write(tier, encoded)
-            self._settle(encoded.job.handle)
+            self._settle()
 
     async def _write(self, tier: Tier, encoded: _Encoded) -> None:
         job, manifest = encoded.job, encoded.manifest
         if tier.lost is not None:
             job.handle.resolve(tier.name, StoreError(f"tier {tier.name} was given up: {tier.lost}"))
             return
+        if not manifest.self_contained and tier.hopeless(job.handle):
+            return  # nothing leads to it here: its bytes would be of no use
         try:
             for layout in job.layouts:
                 await self.commit.save_layout(tier, layout)
@@ -319,7 +321,10 @@ class Runner:
             # Where the old base and the log still hold, a base beside them changes nothing.
             if not beside or one.needs_base == link.step:
                 handle.resolve(one.name, error)
+            if series is Series.STEP:
                 one.broken_at(link.step)
+            else:
+                one.base_lost(link.step)
 
     def committed(self, series: Series, link: Link, tier: Tier, size_bytes: int) -> None:
         """A base is committed: remember it and tell the owner."""
@@ -339,10 +344,11 @@ class Runner:
         except StoreError as error:
             self._events.failed(Series.BASE, self.inventory.newest() or Link("", 0), tier, error)
 
-    def _settle(self, handle: SaveHandle) -> None:
-        """Let go of a save that has its outcome everywhere."""
-        futures = [handle.future(name) for name in handle.tiers]
-        if handle in self._handles and all(future.done() for future in futures):
-            self._handles.discard(handle)
-            if all(future.exception() is not None for future in futures):
-                self._events.unprotected(handle.step)
+    def _settle(self) -> None:
+        """Let go of the saves that have their outcome everywhere; few are on their way at a time."""
+        for handle in tuple(self._handles):
+            futures = [handle.future(name) for name in handle.tiers]
+            if all(future.done() for future in futures):
+                self._handles.discard(handle)
+                if all(future.exception() is not None for future in futures):
+                    self._events.unprotected(handle.step)

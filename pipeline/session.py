@@ -26,6 +26,7 @@ from stepwell.errors import (
 )
 from stepwell.pipeline.base import ChunkStage
 from stepwell.pipeline.capture import Capture, Mode
+from stepwell.pipeline.delta import NoDelta, OrderedDeltaStage
 from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.inventory import Inventory
@@ -118,6 +119,7 @@ class Session:
         self._closing = closing
         self._pid = os.getpid()
         self._closed = False
+        self._base_late = False
         self._previous: Link | None = None
         self._last_step: int | None = None
         self._hooks_s = 0.0
@@ -171,7 +173,7 @@ class Session:
             self._capture,
             self._runner,
             self._digests,
-            lambda: [*self._stages(), Shard()],
+            self._reading_stages,
             self.ledger.distrust,
         )
         self._submission = Submission(
@@ -288,15 +290,18 @@ class Session:
             capture.use_state(distrust)
         must = self.ledger.must_base() is not None or distrust is not None
         # While a base travels, the old base and the log hold: a scheduled one can wait for its region.
-        due = self.ledger.base_is_due(self.options) and not self._bases.busy
+        # One that must be is waited for, but once: in vain, and the next free region will do.
+        if self._bases.busy and (self._base_late or not must):
+            due = False
+        else:
+            due = must or self.ledger.base_is_due(self.options)
         try:
-            captured = capture.take(step, base=base or must or due)
+            captured = capture.take(step, base=base or due)
         except (DeadlineError, NoSpaceError) as error:
             self._last_step = step
             return self._skipped(handle, error)
-        submission.submit(link, handle, captured, self._previous)
-        self._previous, self._last_step = link, step
-        self._track(handle)
+        if base or due:
+            self._base_late = captured.base is None
         waited = self._waited_s - waited
         hooks, self._hooks_s = capture.tap.blocked_s - self._hooks_s, capture.tap.blocked_s
         blocked = time.perf_counter() - began - waited + hooks
@@ -304,7 +309,11 @@ class Session:
             step, str(captured.kind), captured.base is not None, captured.reason, blocked, waited
         )
         base_bytes = 0 if captured.base is None else captured.base.layout.size_bytes
+        # Before the runner has it, so that what happens there comes after it here.
         self.ledger.saved(record, link, base_bytes)
+        self._track(handle)
+        submission.submit(link, handle, captured, self._previous)
+        self._previous, self._last_step = link, step
         return handle
 
     @contextmanager
@@ -390,6 +399,11 @@ class Session:
         assert self._submission is not None
         return self._capture, self._submission
 
+    def _reading_stages(self) -> list[ChunkStage]:
+        """Make fresh stages for reading: what was saved decides, so a difference can always be undone."""
+        stages = self._stages()
+        return [OrderedDeltaStage() if isinstance(stage, NoDelta) else stage for stage in stages] + [Shard()]
+
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError(
@@ -439,7 +453,7 @@ class Session:
         recovery = Recovery(
             self.live,
             source,
-            stages=lambda: [*self._stages(), Shard()],
+            stages=self._reading_stages,
             digest=self._digests.whole,
             context=workers,
             inexact=self.options.inexact,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stepwell.errors import NotCommittedError, StepwellError
+from stepwell.errors import NotCommittedError
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.stores.base import Failure, ObjectStore
 from stepwell.stores.memory import MemoryStore
@@ -38,8 +38,13 @@ class Tier:
     lost : str or None
         Why the tier is no longer written (policy ``degrade``).
     needs_base : int or None
-        The log has a hole here, or has not begun: later saves count only once a base of at
-        least this step is committed. None: the log is whole.
+        The log has a hole here, or has not begun: saves from this step on count only once a base
+        of at least this step is committed. None: the log is whole.
+    hole_from : int
+        First step of the hole, where there is one: saves before it count as ever, those between
+        it and `needs_base` never will.
+    hole : bool
+        No base that would close the hole is on its way.
     """
 
     name: str
@@ -49,7 +54,8 @@ class Tier:
     retries: int = 5
     lost: str | None = None
     needs_base: int | None = 0
-    hole: bool = False
+    hole_from: int = 0
+    hole: bool = True
     _parked: list[SaveHandle] = field(default_factory=list)
 
     @property
@@ -69,45 +75,73 @@ class Tier:
 
     def step_written(self, handle: SaveHandle) -> None:
         """Acknowledge a differential, or hold the word back until the base it needs is committed."""
-        if self.needs_base is None:
+        if self.reaches(handle.step):
             handle.resolve(self.name)
-        elif handle.step >= self.needs_base and not self.hole:
+        elif not self.hopeless(handle):
             self._parked.append(handle)
-        else:
-            handle.resolve(self.name, self._hole_error(handle.step))
+
+    def reaches(self, step: int) -> bool:
+        """Whether every save that one of `step` builds on is committed here."""
+        return self.needs_base is None or step < self.hole_from
+
+    def hopeless(self, handle: SaveHandle) -> bool:
+        """Tell a save that lies in the hole, and can never count here, so; say whether it does."""
+        if self.reaches(handle.step):
+            return False
+        assert self.needs_base is not None
+        if handle.step >= self.needs_base and not self.hole:
+            return False
+        handle.resolve(self.name, self._hole_error(handle.step))
+        return True
 
     def base_written(self, step: int) -> None:
-        """A base of `step` is committed: everything from there on counts."""
+        """A base of `step`, or a save that stands for itself, is committed: all from there on counts."""
         if self.needs_base is None or step < self.needs_base:
             return
         self.needs_base = None
         self.hole = False
         parked, self._parked = self._parked, []
         for handle in parked:
-            if handle.step >= step:
-                handle.resolve(self.name)
-            else:
-                handle.resolve(self.name, self._hole_error(handle.step))
+            handle.resolve(self.name, None if handle.step >= step else self._hole_error(handle.step))
+
+    def base_lost(self, step: int) -> None:
+        """A base of `step` did not arrive; if saves waited for it, they wait in vain."""
+        if self.needs_base == step:
+            self._open_hole(step)
 
     def broken_at(self, step: int) -> None:
-        """A save of `step` did not arrive: what follows counts only from a later base on."""
-        self.hole = True
-        self.needs_base = step + 1
-        parked, self._parked = self._parked, []
-        for handle in parked:
-            handle.resolve(self.name, self._hole_error(handle.step))
+        """A differential of `step` did not arrive: what follows counts from the next base on."""
+        self.hole_from = step if self.needs_base is None else min(self.hole_from, step)
+        if self.hole or self.needs_base is None or self.needs_base < step:
+            self._open_hole(step)
+        # Otherwise the base that is on its way stands for this step, too.
 
-    def base_expected(self, step: int) -> None:
-        """A base of `step` was captured and travels: saves from there on may wait for it."""
-        if self.hole or (self.needs_base is not None and self.needs_base <= step):
+    def begin_later(self, step: int) -> None:
+        """Nothing is whole here yet; saves from `step` on will count after a base."""
+        self.needs_base = self.hole_from = step
+        self.hole = True
+
+    def base_expected(self, step: int, *, alone: bool) -> None:
+        """A base of `step` was captured and travels: saves from there on may wait for it.
+
+        Parameters
+        ----------
+        alone : bool
+            No differential of this step goes along: saves after it build on the base alone, and
+            have to wait for it.
+        """
+        if alone and self.needs_base is None:
+            self.hole_from = step
+        if alone or self.hole or (self.needs_base is not None and self.needs_base <= step):
             self.hole = False
             self.needs_base = step
 
-    def give_up(self, error: StepwellError) -> None:
-        """Nothing more will arrive here; whoever waits is told so."""
+    def _open_hole(self, step: int) -> None:
+        self.hole = True
+        self.needs_base = step
         parked, self._parked = self._parked, []
         for handle in parked:
-            handle.resolve(self.name, error)
+            handle.resolve(self.name, self._hole_error(handle.step))
 
     def _hole_error(self, step: int) -> NotCommittedError:
         return NotCommittedError(
