@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from stepwell.errors import StepwellError
-from stepwell.pipeline.chain import Chain
+from stepwell.errors import IntegrityError, NotCommittedError, StepwellError
+from stepwell.pipeline.chain import Chain, resolve_chain
+from stepwell.pipeline.inventory import Inventory
 from stepwell.pipeline.keys import Series, incarnation_name
 from stepwell.pipeline.reclaim import sweep
 from stepwell.pipeline.records import IncarnationRecord, Link, RunRecord
@@ -132,3 +133,21 @@ class Lives:
             return False
         mine = self.current is not None and link.incarnation == self.current.incarnation
         return not mine or tier.reaches(link.step)
+
+    async def newest_is_whole_in(self, tier: Tier) -> bool:
+        """Whether the newest save of any tier can be reached with what `tier` alone holds."""
+        inventory = self._runner.inventory
+        newest = inventory.newest()
+        if newest is None:
+            return True
+        held = inventory.held_by(tier.name)
+        alone = Inventory(
+            steps={link: {tier.name} for link in held[Series.STEP]},
+            bases={link: {tier.name} for link in held[Series.BASE]},
+            incarnations=inventory.incarnations,
+        )
+        try:
+            await resolve_chain(SaveSource([tier], alone, self._runner.commit), newest)
+        except (IntegrityError, NotCommittedError):
+            return False
+        return True

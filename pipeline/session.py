@@ -209,14 +209,14 @@ class Session:
         self._closed = True
         deadline = time.monotonic() + self.options.close_deadline_s
         late = self._outwait(deadline)
-        self._end_life()
-        if self._proving is not None:
-            self._proving.close()
-        stopped = self._runner.stop(max(1.0, deadline - time.monotonic()))
-        safe = stopped and not late and self._newest_is_far()
-        if stopped:
-            self._release_memory(remove=safe)
-        self._closing.close()
+        try:
+            safe = not late and self._end_life()
+            if self._proving is not None:
+                self._proving.close()
+            if self._runner.stop(max(1.0, deadline - time.monotonic())):
+                self._release_memory(remove=safe)
+        finally:
+            self._closing.close()
         error = self.ledger.take_error()
         if late:
             missing = DeadlineError(
@@ -306,7 +306,12 @@ class Session:
         hooks, self._hooks_s = capture.tap.blocked_s - self._hooks_s, capture.tap.blocked_s
         blocked = time.perf_counter() - began - waited + hooks
         record = SaveRecord(
-            step, str(captured.kind), captured.base is not None, captured.reason, blocked, waited
+            step,
+            str(captured.kind),
+            captured.base is not None,
+            captured.reason or captured.base_error,
+            blocked,
+            waited,
         )
         base_bytes = 0 if captured.base is None else captured.base.layout.size_bytes
         # Before the runner has it, so that what happens there comes after it here.
@@ -460,13 +465,16 @@ class Session:
         )
         return await recovery.run(), recovery
 
-    def _end_life(self) -> None:
-        last = self._previous
-        if last is None or self._runner.dead is not None:
-            return
-        for name, error in self._wait(self._lives.end()).items():
-            tier = next(tier for tier in self.tiers if tier.name == name)
-            self.ledger.failed(Series.BASE, last, tier, error)
+    def _end_life(self) -> bool:
+        """End the life in every tier; True if nothing would be lost with the arena."""
+        if self._runner.dead is not None:
+            return False
+        far = self.tiers[-1]
+        if self._previous is not None:
+            for name, error in self._wait(self._lives.end()).items():
+                tier = next(tier for tier in self.tiers if tier.name == name)
+                self.ledger.failed(Series.BASE, self._previous, tier, error)
+        return far.survives is not Failure.PROCESS and self._wait(self._lives.newest_is_whole_in(far))
 
     def _go_on_from(self, outcome: Outcome) -> None:
         """Lead the log on from a restored save, if that is sound; else the next save is a base."""
@@ -492,14 +500,6 @@ class Session:
         if self.options.on_lost_steps == "raise":
             raise IntegrityError(message)
         warnings.warn(f"stepwell: {message}", stacklevel=4)
-
-    def _newest_is_far(self) -> bool:
-        """Whether the newest save is safe beyond this machine's memory, so that the arena may go."""
-        far = self.tiers[-1]
-        if far.survives is Failure.PROCESS:
-            return False
-        newest = self._previous
-        return newest is None or not self._handles or self._handles[-1].done(far.name)
 
     def _release_memory(self, *, remove: bool) -> None:
         if self._capture is not None:
