@@ -114,6 +114,12 @@ class Gatherer:
         self._named.extend(named)
         self._specs.extend(specs)
 
+    def add_all(self, specs: Sequence[TensorSpec], named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Like ``add`` for many tensors."""
+        self.extend(specs, named)
+        for name, tensor in named:
+            self.encoder.remember(name, tensor)
+
     def add_state(self, name: str, key: object, value: object, parameter: TensorSpec) -> JsonValue:
         """Take one value of the optimizer's state of a parameter; tensors of its shape join its group."""
         if not isinstance(value, torch.Tensor):

@@ -100,6 +100,7 @@ class LiveState:
             [list(group["params"]) for group in ref.optimizer.param_groups] for ref in self.optimizers
         ]
         self._memos = {ref.name: OptimizerMemo(ref) for ref in self.optimizers}
+        self._named_parameters = [(ref.name, ref.tensor) for ref in self.parameters]
         self._parameter_dtypes = [ref.tensor.dtype for ref in self.parameters]
         self.shared_memory = overlapping(self.parameters)
         self._buffer_tensors: list[torch.Tensor | None] = []
@@ -170,8 +171,7 @@ class LiveState:
         self.refresh()
         self._check_shapes()
         gatherer = Gatherer()
-        for ref, spec in zip(self.parameters, self.parameter_specs, strict=True):
-            gatherer.add(spec, ref.tensor)
+        gatherer.add_all(self.parameter_specs, self._named_parameters)
         optimizers: dict[str, JsonValue] = {}
         for optimizer in self.optimizers:
             memo = self._memos[optimizer.name]
@@ -276,8 +276,7 @@ class LiveState:
                 specs.append(spec)
                 taken.append((ref.name, tensor))
         if whole:
-            for spec, (_, tensor) in zip(specs, taken, strict=True):
-                gatherer.add(spec, tensor)
+            gatherer.add_all(specs, taken)
         else:
             gatherer.extend(specs, taken)
         model: dict[str, JsonValue] = {"aliases": cast(JsonValue, aliases), "absent": cast(JsonValue, absent)}

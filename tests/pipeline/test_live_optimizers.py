@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from stepwell.pipeline.bits import bit_equal, own_copy
-from stepwell.pipeline.collected import Collected
+from stepwell.pipeline.collected import Collected, optimizer_states
 from stepwell.pipeline.live import LiveState
 
 OPTIMIZERS = {
@@ -151,6 +151,57 @@ def test_aliases_in_state_come_back_and_false_ones_do_not() -> None:
     state = optimizer.state[model.weight]
     assert not state["a"].any()
     assert state["b"].all()
+
+
+def test_second_base_sees_every_change_of_optimizer_state() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = LiveState(model, optimizer, rng=False)
+    state = optimizer.state[model.weight] = {"a": torch.zeros(2, 2), "b": torch.zeros(3)}
+
+    def names() -> list[str]:
+        collected = live.collect()
+        for spec, tensor in zip(collected.specs, collected.tensors, strict=True):
+            assert (spec.shape, f"torch.{spec.dtype}") == (tuple(tensor.shape), str(tensor.dtype))
+        state = optimizer_states(collected.tree, "optim", collected.lookup)["model/weight"]
+        assert list(state) == list(optimizer.state[model.weight])
+        assert all(state[key] is value for key, value in optimizer.state[model.weight].items())
+        return [spec.name.rsplit("/", 1)[1] for spec in collected.specs[1:]]
+
+    first = live.collect()
+    assert live.collect().tree == first.tree
+    assert names() == ["a", "b"]
+    state["a"] = torch.ones(2, 2)
+    assert names() == ["a", "b"]
+    state["a"].data = torch.full((2, 2), 7, dtype=torch.int32)
+    assert names() == ["a", "b"]
+    state["b"].data = torch.zeros(4)
+    assert names() == ["a", "b"]
+    state["c"] = torch.zeros(())
+    assert names() == ["a", "b", "c"]
+    del state["a"]
+    state["a"] = torch.zeros(1)
+    assert names() == ["b", "c", "a"]
+    state["c"] = state["b"]
+    assert names() == ["b", "a"]
+    state["c"] = 3
+    assert optimizer_states(live.collect().tree, "optim", live.collect().lookup)["model/weight"]["c"] == 3
+    state["c"] = 4
+    assert optimizer_states(live.collect().tree, "optim", live.collect().lookup)["model/weight"]["c"] == 4
+    del optimizer.state[model.weight]
+    assert optimizer_states(live.collect().tree, "optim", live.collect().lookup) == {}
+
+
+def test_state_moved_onto_the_weight_is_an_alias_in_the_next_base() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    live = LiveState(model, optimizer, rng=False)
+    optimizer.state[model.weight] = {"a": torch.zeros(2, 2)}
+    assert len(live.collect().specs) == 2
+    optimizer.state[model.weight]["a"].data = model.weight.data
+    assert len(live.collect().specs) == 1
+    model.weight.data = torch.zeros(2, 2)
+    assert len(live.collect().specs) == 2
 
 
 def test_state_of_no_parameter_is_saved_too() -> None:

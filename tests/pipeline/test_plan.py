@@ -85,7 +85,7 @@ def check_tensor_pieces(
     assert spec.shape[axis] % grid[axis] == 0 or prod(spec.shape[:axis]) == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(states(), st.sampled_from([1024, 4096, 1 << 16, 1 << 20, 16 << 20]))
 def test_layout_is_complete_aligned_and_regular(specs: list[TensorSpec], chunk_bytes: int) -> None:
     specs = [spec for spec in specs if spec.element_count < chunk_bytes * 200]
@@ -95,7 +95,7 @@ def test_layout_is_complete_aligned_and_regular(specs: list[TensorSpec], chunk_b
     assert Layout.decode(layout.encoded, layout.hash) == layout
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(shapes, st.sampled_from(["optim:0", "optim:1"])), min_size=1, max_size=8))
 def test_gradient_weight_and_moments_get_the_same_ranges_whatever_their_dtypes(
     parameters: list[tuple[tuple[int, ...], str]],

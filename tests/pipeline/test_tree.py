@@ -94,7 +94,7 @@ def containers(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.recursive(scalars, containers, max_leaves=12))
 def test_any_nesting_comes_back_equal_by_type_and_value(value: object) -> None:
     assert same(through(value), value)
