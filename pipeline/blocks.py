@@ -129,7 +129,7 @@ class DecodedUpdate:
                 optimizer.__dict__.pop(name, None)
             else:
                 setattr(optimizer, name, value)
-        with DenormalMode(self.flush_denormal):
+        with DenormalMode(self.flush_denormal), torch.no_grad():
             raw_step(type(optimizer))(optimizer)
 
 

@@ -7,6 +7,7 @@ Replay and proof step these. What a class is allowed to be replayed as is said h
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -124,13 +125,16 @@ def optimizer_class(class_name: str, live: Optimizer | None = None) -> type[Opti
 
 
 def raw_step(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """Return the class's ``step`` below torch's hook-and-profile wrapper.
+    """Return the class's ``step`` below torch's hook-and-profile wrapper; call it under ``no_grad``.
 
     torch wraps ``step`` once per class, when the first instance is made, and marks the wrapper
-    with ``hooked``. Only that one layer is taken off: decorators below it (``no_grad``) belong
-    to the optimizer.
+    with ``hooked``. Of a user's class only that one layer is taken off: what lies below belongs to
+    the optimizer. Below it torch's own classes only switch autograd off, by a wrapper that imports
+    ``torch._dynamo`` (seconds, in a process that only looks at a checkpoint).
     """
     step: Callable[[Optimizer], object] = cls.step
+    if class_name_of(cls) in _torch_classes() and step.__module__.startswith("torch."):
+        return cast(Callable[[Optimizer], object], inspect.unwrap(step))
     if step.__dict__.get("hooked"):
         step = cast(Callable[[Optimizer], object], step.__dict__["__wrapped__"])
     return step
