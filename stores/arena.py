@@ -288,7 +288,7 @@ class Arena:
             region.write_header(None)
             del self._published[key]
             region.state = RegionState.FREE
-            self._rename_to_space(region)
+            self._space.rename(region)
         self._space.add(region)
         return True
 
@@ -369,7 +369,7 @@ class Arena:
     def _adopt_file(self, name: str, path: str) -> None:
         region, header = read_region(path, writable=True)
         if region is None:
-            return  # not a regular file: not made by us
+            return  # no regular file: not made by us
         if header is not None and header.run == self.run and name == object_name(header.key):
             region.header, region.state = header, RegionState.PUBLISHED
             self._published[header.key] = region
@@ -378,7 +378,7 @@ class Arena:
         else:
             region.write_header(None)
             if name.startswith(OBJECT_PREFIX):
-                self._rename_to_space(region)
+                self._space.rename(region)
             self._space.add(region)
 
     def _look(self, name: str) -> Region | None:
@@ -392,11 +392,6 @@ class Arena:
             return None
         region.header, region.state = header, RegionState.PUBLISHED
         return region
-
-    def _rename_to_space(self, region: Region) -> None:
-        path = self._space.new_path()
-        os.rename(region.path, path)
-        region.path = path
 
     def _limit_mappings(self) -> None:
         """Unmap the oldest objects that nobody looks at when there are too many mappings."""

@@ -61,8 +61,13 @@ class Space:
             file_system = os.statvfs(self.directory)
         return file_system.f_bavail * file_system.f_frsize + self.free_bytes
 
-    def new_path(self) -> str:
-        """Return a name for a file that holds nothing."""
+    def rename(self, region: Region) -> None:
+        """Give a file the name of one that holds nothing."""
+        path = self._new_path()
+        os.rename(region.path, path)
+        region.path = path
+
+    def _new_path(self) -> str:
         return os.path.join(self.directory, f"{SPACE_PREFIX}{secrets.token_hex(8)}")
 
     def add(self, region: Region) -> None:
@@ -128,7 +133,7 @@ class Space:
             return region
 
     def _make(self, capacity: int) -> Region:
-        region = Region(self.new_path(), capacity)
+        region = Region(self._new_path(), capacity)
         try:
             # Outside of the mutex: this is the slow part, and the name is ours alone.
             make_file(region.path, region.file_bytes)
