@@ -277,9 +277,9 @@ def test_overrides_replace_and_are_checked(tmp_path: Path) -> None:
 
 
 def test_paths_and_tuples_of_python_are_taken(tmp_path: Path) -> None:
-    config = load_config({"tiers": ({"kind": "directory", "path": tmp_path, "pinned": (3, 5)},)})
+    config = load_config({"tiers": ({"kind": "directory", "path": tmp_path},)})
     assert config.directory is not None
-    assert (config.directory.path, config.directory.pinned) == (str(tmp_path), (3, 5))
+    assert config.directory.path == str(tmp_path)
 
 
 def test_a_config_is_taken_as_it_is_and_cannot_be_changed() -> None:

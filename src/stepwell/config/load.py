@@ -85,4 +85,4 @@ def _tier_written(tier: TierConfig) -> dict[str, object]:
     """Return a tier as a person would write it, its kind first."""
     fields: dict[str, object] = tier.model_dump(mode="json", exclude_none=True)
     kind = fields.pop("kind")
-    return {"kind": kind, **{key: value for key, value in fields.items() if value not in ("", [])}}
+    return {"kind": kind, **{key: value for key, value in fields.items() if value != ""}}

@@ -42,8 +42,6 @@ class Config(Strict):
         Longest wait of the trainer in one save; after it the save is skipped with a warning.
     backpressure : "wait" or "skip"
         What a save does while every slot is busy.
-    recover_wait_s : float
-        How long a recovery waits for tiers that should hold a newer step.
     on_lost_steps : "accept" or "raise"
         What a restore to an older step than the newest acknowledged one does.
     inexact : "accept", "base" or "raise"
@@ -75,7 +73,6 @@ class Config(Strict):
     log_budget: PositiveFloat = 1.0
     stall_limit_s: NonNegativeFloat = 60.0
     backpressure: Literal["wait", "skip"] = "wait"
-    recover_wait_s: NonNegativeFloat = 0.0
     on_lost_steps: Literal["accept", "raise"] = "accept"
     inexact: Literal["accept", "base", "raise"] = "accept"
     on_error: OnError = "raise"

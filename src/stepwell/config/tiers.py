@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveInt, Tag, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from stepwell.config.faults import plugin_names
 from stepwell.config.file import local_path
@@ -75,16 +75,10 @@ class DirectoryTier(_Tier):
     ----------
     path : str
         A plain path or a ``file:`` URL; made absolute when the configuration is loaded.
-    keep_every : int or None
-        Bases whose step is a multiple of this stay for good.
-    pinned : tuple of int
-        Steps whose base stays for good; a base is taken at each of them.
     """
 
     kind: Literal["directory"] = "directory"
     path: str
-    keep_every: PositiveInt | None = None
-    pinned: tuple[int, ...] = Field(default=(), strict=False)
 
     @field_validator("path")
     @classmethod
