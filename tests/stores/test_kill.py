@@ -102,8 +102,10 @@ class Killed:
 def killed() -> Iterator[Killed]:
     root = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     top = Path(tempfile.mkdtemp(prefix="stepwell-test-", dir=root))
-    yield Killed(top, json.loads(work("kill", top, *SCENARIOS)))
-    shutil.rmtree(top, ignore_errors=True)
+    try:
+        yield Killed(top, json.loads(work("kill", top, *SCENARIOS)))
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
 
 
 def outcomes(scenario: str, killed: Killed, boundaries_min: int) -> list[dict[str, bytes]]:
