@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 from stepwell.errors import (
@@ -30,7 +33,7 @@ from stepwell.pipeline.delta import NoDelta, OrderedDeltaStage
 from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.inventory import Inventory
-from stepwell.pipeline.keys import Series
+from stepwell.pipeline.keys import STEPS, Series
 from stepwell.pipeline.ledger import Ledger
 from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.lives import Lives
@@ -54,6 +57,20 @@ __all__ = ["Session", "SessionOptions"]
 Result = TypeVar("Result")
 
 OPEN_DEADLINE_S = 300.0  # listing a run, even on a slow network file system
+
+_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: let its updates pass by the open runs, which are the parent's."""
+    for session in list(_OPEN):
+        session.leave_to_parent()
+
+
+@cache
+def _watch_forks() -> None:
+    """Register for forks, once and only when there is a run to protect."""
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +164,18 @@ class Session:
         self._capture: Capture | None = None
         self._submission: Submission | None = None
         self._proving: Proving | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self._held = False
+        self._free = threading.Event()
 
     # Opening and closing.
 
     def open(self) -> None:
         """Start the background threads, read what is committed, reserve the capture slots."""
         options = self.options
+        _watch_forks()
+        _OPEN.add(self)
         self._runner.start()
         inventory = self._wait(Inventory.read(self.tiers))
         self._runner.inventory = inventory
@@ -192,7 +215,14 @@ class Session:
         self._runner.stop(OPEN_DEADLINE_S)
         self._digests.close()
         self._background.close()
+        if self._arena is not None and not self._arena.keys():
+            self._arena.remove()  # nothing is in it but what was being reserved
         self._closing.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: remove the hooks; takes no lock."""
+        if self._capture is not None:
+            self._capture.tap.leave_to_parent()
 
     def close(self) -> None:
         """Bring everything to the farthest tier, then release memory and locks. Idempotent.
@@ -209,14 +239,22 @@ class Session:
         self._closed = True
         deadline = time.monotonic() + self.options.close_deadline_s
         late = self._outwait(deadline)
+        safe = False
         try:
-            safe = not late and self._end_life()
+            safe = not late and self._end_life(deadline)
             if self._proving is not None:
                 self._proving.close()
-            if self._runner.stop(max(1.0, deadline - time.monotonic())):
-                self._release_memory(remove=safe)
         finally:
-            self._closing.close()
+            if self._runner.stop(max(1.0, deadline - time.monotonic())):
+                try:
+                    self._release_memory(remove=safe)
+                finally:
+                    self._closing.close()
+            else:
+                # Something may still be written: the locks go when that has ended, or the process.
+                if self._capture is not None:
+                    self._capture.tap.leave_to_parent()
+                self._runner.ended.add_done_callback(lambda _: self._closing.close())
         error = self.ledger.take_error()
         if late:
             missing = DeadlineError(
@@ -228,9 +266,24 @@ class Session:
             raise error
 
     def drain(self) -> None:
-        """Wait, within ``drain_deadline_s``, until what was saved is in every tier. Takes no lock."""
+        """Wait, within ``drain_deadline_s``, until what was saved is in every tier.
+
+        For a thread of its own: it also waits for a save that is being captured.
+        """
         if not self._closed and os.getpid() == self._pid:
-            self._outwait(time.monotonic() + self.options.drain_deadline_s)
+            deadline = time.monotonic() + self.options.drain_deadline_s
+            self._idle.wait(self.options.drain_deadline_s)
+            self._outwait(deadline)
+
+    def hold(self) -> None:
+        """Let no further save begin until `go_on`: the process is about to end. Takes no lock."""
+        self._held = True
+
+    def go_on(self) -> None:
+        """Take `hold` back."""
+        self._held = False
+        self._free.set()
+        self._free = threading.Event()
 
     # Saving and restoring.
 
@@ -278,6 +331,20 @@ class Session:
 
     def save(self, step: int, *, base: bool = False) -> SaveHandle:
         """Capture the state; see `SyncWell.save`."""
+        self._check_usable()
+        free = self._free
+        self._idle.clear()
+        if self._held:
+            # The process is being ended, which comes within the deadline; then there is no coming back.
+            self._idle.set()
+            free.wait(self.options.drain_deadline_s)
+            self._idle.clear()
+        try:
+            return self._save(step, base=base)
+        finally:
+            self._idle.set()
+
+    def _save(self, step: int, *, base: bool) -> SaveHandle:
         began = time.perf_counter()
         capture, submission = self._ready_to_save(step)
         incarnation = self._lives.current or self._wait(self._lives.begin(None))
@@ -365,12 +432,14 @@ class Session:
 
     def check_for_errors(self) -> None:
         """Raise the first background failure not yet raised."""
+        self._check_owner()
         error = self.ledger.take_error()
         if error is not None:
             raise error
 
     def metrics(self) -> Metrics:
         """Figures since the run was opened."""
+        self._check_owner()
         lost = {tier.name: tier.lost for tier in self.tiers if tier.lost is not None}
         return self.ledger.metrics(self.restored, lost, self._forecast_bytes())
 
@@ -388,8 +457,8 @@ class Session:
         for warning in self.ledger.take_warnings():
             warnings.warn(f"stepwell: {warning}", stacklevel=4)
         self.check_for_errors()
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise UsageError(f"step must be an int of at least 0, not {step!r}")
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < STEPS:
+            raise UsageError(f"step must be an int from 0 to {STEPS - 1}, not {step!r}")
         if self._lives.current is None and self._non_empty and not self._fresh:
             newest = self._runner.inventory.newest()
             raise UsageError(
@@ -410,13 +479,16 @@ class Session:
         return [OrderedDeltaStage() if isinstance(stage, NoDelta) else stage for stage in stages] + [Shard()]
 
     def _check_usable(self) -> None:
+        self._check_owner()
+        if self._closed:
+            raise UsageError("this run is closed; open it again")
+
+    def _check_owner(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError(
                 f"this run was opened by process {self._pid} and is used in its forked child {os.getpid()}, "
                 "where its threads do not exist; start processes with 'spawn', and save in the parent"
             )
-        if self._closed:
-            raise UsageError("this run is closed; open it again")
 
     def _skipped(self, handle: SaveHandle, error: StepwellError) -> SaveHandle:
         """Give a save up for want of room: training goes on, the step is not protected."""
@@ -465,16 +537,19 @@ class Session:
         )
         return await recovery.run(), recovery
 
-    def _end_life(self) -> bool:
+    def _end_life(self, deadline: float) -> bool:
         """End the life in every tier; True if nothing would be lost with the arena."""
+        left_s = max(1.0, deadline - time.monotonic())
         if self._runner.dead is not None:
             return False
         far = self.tiers[-1]
         if self._previous is not None:
-            for name, error in self._wait(self._lives.end()).items():
+            for name, error in self._wait(self._lives.end(), left_s).items():
                 tier = next(tier for tier in self.tiers if tier.name == name)
                 self.ledger.failed(Series.BASE, self._previous, tier, error)
-        return far.survives is not Failure.PROCESS and self._wait(self._lives.newest_is_whole_in(far))
+        if far.survives is Failure.PROCESS:
+            return False
+        return self._wait(self._lives.newest_is_whole_in(far), left_s)
 
     def _go_on_from(self, outcome: Outcome) -> None:
         """Lead the log on from a restored save, if that is sound; else the next save is a base."""
