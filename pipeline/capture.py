@@ -326,8 +326,8 @@ class Capture:
 
     def _new_tap(self, opaque: str | None) -> GradientTap:
         self._live_version = self.live.version
-        if opaque is None and self.live.shared_memory:
-            opaque = f"the memory of {self.live.shared_memory[0]} overlaps that of another parameter"
+        if opaque is None:
+            opaque = next(iter(self.live.obstacles()), None)
         return GradientTap(
             [TapTarget(ref.name, ref.optimizer, ref.parameters) for ref in self.live.optimizers],
             reserve=self._reserve,
