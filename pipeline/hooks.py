@@ -27,6 +27,7 @@ from stepwell.pipeline.replayable import (
     writes_gradients,
 )
 from stepwell.pipeline.slots import CopyPlan, Slot
+from stepwell.pipeline.state_watch import StateWatch
 from stepwell.pipeline.tapped import HeldCopy, TappedUpdate, fence_of, finished
 from stepwell.pipeline.tree import JsonValue, encode_tree
 from stepwell.pipeline.update import GroupEncoder, UpdateRecord, class_name_of, environment_of
@@ -96,6 +97,7 @@ class OptimizerTap:
         self._all_parts = tuple(range(len(self.plan.layout.chunks)))
         self._encoder = GroupEncoder(name, indices)
         self._watch = ParameterWatch(self.names, self.parameters)
+        self._state = StateWatch(optimizer)
         self._gradients = GradientWatch()
         self._remember()
         reason = why_not_replayable(optimizer)
@@ -116,12 +118,16 @@ class OptimizerTap:
 
     def remove(self) -> None:
         """Remove the hooks and let go of all tensors."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.remove_hooks()
         self._latest = ()
         self.probation.forget()
         self._gradients.forget()
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks and touch nothing else."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def take_places(self) -> None:
         """Put our pre-hook last (others may change gradients) and our post-hook first (or parameters)."""
@@ -233,10 +239,7 @@ class OptimizerTap:
         if changed:
             more = f" and {len(changed) - 1} more parameters" if len(changed) > 1 else ""
             return f"{self.names[changed[0]]}{more} changed without an update"
-        state = self.optimizer.state
-        if state is not self._state or len(state) < self._state_count:
-            return "its state was replaced without an update, as load_state_dict does"
-        return None
+        return self._state.changed()
 
     def _has(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Say whether these are the very parameters the run was opened with."""
@@ -244,8 +247,8 @@ class OptimizerTap:
 
     def _remember(self) -> None:
         self._watch.remember()
-        self._state: object = self.optimizer.state
-        self._state_count = len(self.optimizer.state)
+        if self.owner.opaque is None:
+            self._state.remember()
 
     def accumulated(self) -> str | None:
         """Name a parameter with gradients that no update has used yet, or return None.

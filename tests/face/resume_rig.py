@@ -74,8 +74,14 @@ class Place:
     def crashed(self, name: str = "crashed") -> Place:
         """Copy what is in both tiers now."""
         copy = Place(self.root / name, self.keys)
-        shutil.copytree(self.memory, copy.memory)
-        shutil.copytree(self.directory, copy.directory)
+        for source, target in ((self.memory, copy.memory), (self.directory, copy.directory)):
+            for _ in range(100):
+                try:
+                    shutil.copytree(source, target)
+                    break
+                except (shutil.Error, FileNotFoundError):
+                    # What is old goes in the background, also while it is being copied.
+                    shutil.rmtree(target, ignore_errors=True)
         return copy
 
 
@@ -118,8 +124,9 @@ def bits_of(training: Training) -> dict[str, object]:
         state = value.state_dict() if hasattr(value, "state_dict") else value
         _flatten(state, f"extra.{name}", found)
     _flatten(torch.get_rng_state(), "rng.torch", found)
-    found["rng.numpy"] = repr(np.random.get_state())
-    found["rng.python"] = repr(random.getstate())
+    name, words, *place = np.random.get_state()
+    found["rng.numpy"] = (name, words.tobytes(), place)
+    found["rng.python"] = random.getstate()
     return found
 
 
@@ -263,10 +270,11 @@ def plain(
     def build() -> Training:
         network = model()
         optimizer = make(list(network.parameters()))
+        dtype = next(network.parameters()).dtype
 
         def step(at: int) -> None:
             optimizer.zero_grad(set_to_none=set_to_none)
-            network(batch(at, 5, 9)).square().mean().backward()
+            network(batch(at, 5, 9).to(dtype)).square().mean().backward()
             optimizer.step()
 
         return Training(network, optimizer, step)
