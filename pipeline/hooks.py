@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stepwell.errors import UnsupportedValueError
 from stepwell.pipeline.plan import gradient_layout
+from stepwell.pipeline.private import why_not_repeatable
 from stepwell.pipeline.probation import Probation
 from stepwell.pipeline.replayable import (
     Arguments,
@@ -351,7 +352,7 @@ class OptimizerTap:
             return "its step is captured into a CUDA graph"  # not tested: needs an accelerator
         if any(group.get("differentiable") for group in self.optimizer.param_groups):
             return "its step is differentiable"
-        return why_not_gradients(gradients, missing, self._dtypes)
+        return why_not_repeatable(self.optimizer) or why_not_gradients(gradients, missing, self._dtypes)
 
     def _parts(self, missing: tuple[int, ...]) -> tuple[int, ...]:
         """Chunks with at least one gradient."""

@@ -173,7 +173,7 @@ async def _replay_row(
             await _run_ahead(updates, parts, stages, context, blocked.run_chunk)
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        await context.run(blocked.finish)
+        await context.run(partial(blocked.finish, partial=wanted is not None))
         return
     stepwise = StepwiseReplay(cls, own, state, layout, records, like=live)
     for k, update in enumerate(updates):
