@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from stepwell.cli import app, output
+from stepwell.cli import app, demo, output
 from stepwell.cli.output import bytes_text, ranges_text
 from stepwell.config import load_config
 from stepwell.pipeline.base import Chunk, Kind
@@ -364,6 +364,21 @@ def test_progress_shows_only_on_a_terminal_and_only_when_it_lasts(
         meter(1, 2)
     assert isinstance(sys.stderr, Terminal)
     assert ("verifying" in sys.stderr.getvalue()) is shown
+
+
+def test_the_demo_draws_bars_on_a_terminal_and_speaks_in_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stderr, quiet in ((Terminal(), False), (io.StringIO(), False), (Terminal(), True)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        screen = demo.Screen(quiet=quiet)
+        screen.phase("training [quickly]", 4)
+        screen.step(1, 2.5)
+        screen.note("killed [hard]")
+        screen.close()
+        told = stderr.getvalue()
+        assert ("killed [hard]" in told) is not quiet
+        assert ("2/4" in told) is (isinstance(stderr, Terminal) and not quiet)
 
 
 def test_sizes_and_ranges_for_people() -> None:

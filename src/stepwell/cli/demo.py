@@ -12,7 +12,7 @@ from stepwell.cli.output import JsonOption, bytes_text, console, print_json, tab
 if TYPE_CHECKING:
     from stepwell.demo.report import Report
 
-__all__ = ["demo"]
+__all__ = ["Screen", "demo"]
 
 
 def demo(
@@ -30,7 +30,7 @@ def demo(
     """
     from stepwell.demo.supervisor import Plan, run_demo
 
-    watcher = _Screen(quiet=as_json)
+    watcher = Screen(quiet=as_json)
     try:
         report = run_demo(Plan(steps, kills, directory), watcher)
     finally:
@@ -42,7 +42,7 @@ def demo(
     return 0 if report.bit_equal else 1
 
 
-class _Screen:
+class Screen:
     """Progress on standard error: bars on a terminal, lines elsewhere, nothing where `quiet`."""
 
     def __init__(self, *, quiet: bool) -> None:
