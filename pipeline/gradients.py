@@ -163,6 +163,15 @@ class GradientTap:
         if self._pool is not None:
             self._pool.close()
 
+    def leave_to_parent(self) -> None:
+        """Remove all hooks in a forked child: its updates must not be written into the parent's slots.
+
+        Takes no lock, since any may have been held at the fork.
+        """
+        self._handle.remove()
+        for tap in self.taps:
+            tap.remove_hooks()
+
     def rebase(self) -> None:
         """Begin a new interval at the state of now, which a base or a restore describes."""
         self._drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 from collections.abc import Iterable
 
 from stepwell.errors import DeadlineError, UsageError
@@ -24,6 +25,7 @@ class SaveHandle:
     def __init__(self, step: int, tiers: Iterable[str], *, skipped: str | None = None) -> None:
         self.step = step
         self.skipped = skipped
+        self._pid = os.getpid()
         self._tiers: dict[str, concurrent.futures.Future[None]] = {
             name: concurrent.futures.Future() for name in tiers
         }
@@ -41,8 +43,13 @@ class SaveHandle:
         Raises
         ------
         UsageError
-            There is no such tier.
+            There is no such tier, or the process was forked: no news of the save reaches the child.
         """
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"step {self.step} is saved by process {self._pid} and nothing of it is known in its forked "
+                f"child {os.getpid()}; wait for it in the parent"
+            )
         names = self.tiers
         name = names[-1] if tier in (None, "remote") else str(tier)
         if name not in self._tiers:

@@ -28,6 +28,7 @@ from stepwell.errors import FormatError, UsageError
 __all__ = [
     "LAYOUT_PREFIX",
     "RUN_RECORD",
+    "STEPS",
     "Area",
     "ParsedKey",
     "Series",
@@ -48,7 +49,7 @@ INCARNATION_PREFIX = "incarnations/"
 LAYOUT_PREFIX = "layouts/"
 
 # Twelve digits: a save every millisecond for thirty years.
-_STEPS = 10**12
+STEPS = 10**12
 _RANKS = 10**5
 _COUNTERS = 10**6
 
@@ -137,8 +138,8 @@ def layout_key(layout_hash: str) -> str:
 
 def save_prefix(series: Series, incarnation: str, step: int) -> str:
     """Prefix, with its last slash, of everything that one save or one base put."""
-    if not 0 <= step < _STEPS:
-        raise UsageError(f"step {step} is out of range: steps are 0 to {_STEPS - 1}")
+    if not 0 <= step < STEPS:
+        raise UsageError(f"step {step} is out of range: steps are 0 to {STEPS - 1}")
     return f"{_checked_incarnation(incarnation)}/{Series(series)}/{step:012d}/"
 
 

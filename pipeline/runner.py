@@ -116,6 +116,7 @@ class Runner:
         self.commit = Commit(self.replicate)
         self.held: list[Link] = []
         self.dead: BaseException | None = None
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._lineage: Lineage | None = None
         self._events = events
         self._budget_bytes = budget_bytes
@@ -197,6 +198,7 @@ class Runner:
             )
             for handle in tuple(self._handles):
                 handle.fail(ended)
+            self.ended.set_result(None)
 
     async def _main(self) -> None:
         self._steps, self._bases = asyncio.Queue(), asyncio.Queue()

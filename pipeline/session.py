@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeVar
 
 from stepwell.errors import (
@@ -31,6 +28,8 @@ from stepwell.pipeline.base import ChunkStage
 from stepwell.pipeline.capture import Capture, Mode
 from stepwell.pipeline.delta import NoDelta, OrderedDeltaStage
 from stepwell.pipeline.digesting import WeightDigests
+from stepwell.pipeline.forks import at_fork
+from stepwell.pipeline.gate import Gate
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.inventory import Inventory
 from stepwell.pipeline.keys import STEPS, Series
@@ -57,20 +56,6 @@ __all__ = ["Session", "SessionOptions"]
 Result = TypeVar("Result")
 
 OPEN_DEADLINE_S = 300.0  # listing a run, even on a slow network file system
-
-_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """In a forked child: let its updates pass by the open runs, which are the parent's."""
-    for session in list(_OPEN):
-        session.leave_to_parent()
-
-
-@cache
-def _watch_forks() -> None:
-    """Register for forks, once and only when there is a run to protect."""
-    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +149,14 @@ class Session:
         self._capture: Capture | None = None
         self._submission: Submission | None = None
         self._proving: Proving | None = None
-        self._idle = threading.Event()
-        self._idle.set()
-        self._held = False
-        self._free = threading.Event()
+        self.gate = Gate(options.drain_deadline_s)
 
     # Opening and closing.
 
     def open(self) -> None:
         """Start the background threads, read what is committed, reserve the capture slots."""
         options = self.options
-        _watch_forks()
-        _OPEN.add(self)
+        at_fork(self)
         self._runner.start()
         inventory = self._wait(Inventory.read(self.tiers))
         self._runner.inventory = inventory
@@ -272,20 +253,26 @@ class Session:
         """
         if not self._closed and os.getpid() == self._pid:
             deadline = time.monotonic() + self.options.drain_deadline_s
-            self._idle.wait(self.options.drain_deadline_s)
+            self.gate.wait_idle(self.options.drain_deadline_s)
             self._outwait(deadline)
 
     def hold(self) -> None:
-        """Let no further save begin until `go_on`: the process is about to end. Takes no lock."""
-        self._held = True
+        """Begin no further save: the process is about to end. For signal handlers."""
+        self.gate.hold()
 
     def go_on(self) -> None:
-        """Take `hold` back."""
-        self._held = False
-        self._free.set()
-        self._free = threading.Event()
+        """Take `hold` back. For signal handlers."""
+        self.gate.go_on()
 
     # Saving and restoring.
+
+    @property
+    def next_step(self) -> int | None:
+        """First step that is left; None as long as nothing was restored or saved."""
+        self._check_usable()
+        if self._lives.current is None:
+            return None
+        return 0 if self._last_step is None else self._last_step + 1
 
     def restore(self) -> Restored | None:
         """Load the newest whole save in place; see `SyncWell.restore`."""
@@ -332,17 +319,8 @@ class Session:
     def save(self, step: int, *, base: bool = False) -> SaveHandle:
         """Capture the state; see `SyncWell.save`."""
         self._check_usable()
-        free = self._free
-        self._idle.clear()
-        if self._held:
-            # The process is being ended, which comes within the deadline; then there is no coming back.
-            self._idle.set()
-            free.wait(self.options.drain_deadline_s)
-            self._idle.clear()
-        try:
+        with self.gate:
             return self._save(step, base=base)
-        finally:
-            self._idle.set()
 
     def _save(self, step: int, *, base: bool) -> SaveHandle:
         began = time.perf_counter()
@@ -376,7 +354,7 @@ class Session:
             step,
             str(captured.kind),
             captured.base is not None,
-            captured.reason or captured.base_error,
+            captured.reason or (str(captured.base_error) if captured.base_error else None),
             blocked,
             waited,
         )
@@ -429,6 +407,11 @@ class Session:
         if late:
             raise DeadlineError(f"step {late[0].step} is still on its way after {timeout_s} s")
         self.check_for_errors()
+
+    def on_their_way(self) -> list[SaveHandle]:
+        """Saves that may have no outcome yet, oldest first."""
+        self._check_usable()
+        return list(self._handles)
 
     def check_for_errors(self) -> None:
         """Raise the first background failure not yet raised."""

@@ -73,7 +73,7 @@ class SyncWell:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._term = TermHandler(session.drain)
+        self._term = TermHandler(session)
         if session.options.handle_sigterm:
             self._term.install()
 
@@ -123,10 +123,13 @@ class SyncWell:
 
         Notes
         -----
-        Leaving the loop early, or by an error, does not save the unfinished step.
+        Leaving the loop early, or by an error, does not save the unfinished step. Where something
+        was restored or saved before, the steps after that are yielded.
         """
-        restored = self.restored or self.restore()
-        first = 0 if restored is None else restored.step + 1
+        first = self._session.next_step
+        if first is None:
+            restored = self.restore()
+            first = 0 if restored is None else restored.step + 1
         for step in range(first, total):
             yield step
             if self.should_save(step) or step == total - 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
@@ -79,7 +80,7 @@ class AsyncHandle:
         StepwellError
             Whatever made the save fail there.
         """
-        future = asyncio.shield(asyncio.wrap_future(self._handle.future(tier)))
+        future = asyncio.shield(_quiet(self._handle.future(tier)))
         try:
             await asyncio.wait_for(future, timeout_s)
         except TimeoutError as error:
@@ -113,8 +114,15 @@ class Well:
 
     async def __aenter__(self) -> Self:
         """Open the tiers."""
-        session = self._session_or_none = await asyncio.to_thread(self._opened)
-        self._term = TermHandler(session.drain)
+        opening = asyncio.ensure_future(asyncio.to_thread(self._opened))
+        try:
+            session = self._session_or_none = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: what it opens is closed again, or its lock would stay.
+            if await _outcome(opening):
+                await _outcome(asyncio.ensure_future(asyncio.to_thread(opening.result().close)))
+            raise
+        self._term = TermHandler(session)
         if session.options.handle_sigterm:
             self._term.install()
         return self
@@ -145,8 +153,10 @@ class Well:
 
     async def steps(self, total: int) -> AsyncIterator[int]:
         """Restore, then yield the steps that are left, saving after the body of each."""
-        restored = self.restored or await self.restore()
-        first = 0 if restored is None else restored.step + 1
+        first = self._session.next_step
+        if first is None:
+            restored = await self.restore()
+            first = 0 if restored is None else restored.step + 1
         for step in range(first, total):
             yield step
             if self.should_save(step) or step == total - 1:
@@ -174,7 +184,12 @@ class Well:
 
     async def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Wait until every save so far is committed in every tier, or raise what made it fail."""
-        await self._off_loop(lambda: self._session.wait_until_finished(timeout_s))
+        handles = self._session.on_their_way()
+        waits = [_quiet(handle.future(tier)) for handle in handles for tier in handle.tiers]
+        if waits and (await asyncio.wait(waits, timeout=timeout_s))[1]:
+            first = handles[0].step
+            raise DeadlineError(f"step {first} or one after it is still on its way after {timeout_s} s")
+        self._session.check_for_errors()
 
     def check_for_errors(self) -> None:
         """Raise the first background failure not yet raised, if there is one."""
@@ -199,5 +214,22 @@ class Well:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            await asyncio.wait([task])
+            await _outcome(task)
             raise
+
+
+async def _outcome(task: asyncio.Future[Result]) -> bool:
+    """Wait for a thread whatever cancels us meanwhile; return whether it succeeded."""
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            continue
+    return not task.cancelled() and task.exception() is None
+
+
+def _quiet(future: concurrent.futures.Future[None]) -> asyncio.Future[None]:
+    """Await a future of another thread; it may fail after nobody waits for it any more."""
+    waited = asyncio.wrap_future(future)
+    waited.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return waited

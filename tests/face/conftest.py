@@ -11,6 +11,7 @@ import pytest
 
 if TYPE_CHECKING:
     from resume_rig import Place
+    from zygote import Zygote
 
 HERE = str(Path(__file__).resolve().parent)
 if HERE not in sys.path:
@@ -34,3 +35,20 @@ def place(memory_directory: Path, one_torch_thread: None) -> Place:
     from resume_rig import Place
 
     return Place(memory_directory)
+
+
+@pytest.fixture(scope="session")
+def one_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """A process that forks children, so that they need not import torch first."""
+    from zygote import Zygote
+
+    made = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def zygote(one_zygote: Zygote) -> Iterator[Zygote]:
+    """The same; its children end with the test."""
+    yield one_zygote
+    one_zygote.clean()
