@@ -65,12 +65,16 @@ class Digest:
     values : tuple of str or None
         One per chunk; None where the next update began before it was read.
     moment : MomentDigest or None
+    states : str or None
+        One hash of all optimizer states, see `stepwell.pipeline.state_digest`; None where they were
+        not read.
     """
 
     algorithm: str
     layout: str
     values: tuple[str | None, ...]
     moment: MomentDigest | None = None
+    states: str | None = None
 
     @property
     def complete(self) -> bool:
@@ -88,6 +92,7 @@ class Digest:
             "moment": None
             if moment is None
             else {"layout": moment.layout, "part": moment.part, "value": moment.value},
+            "states": self.states,
         }
 
     @classmethod
@@ -106,7 +111,8 @@ class Digest:
             if row is not None:
                 moment = MomentDigest(_text(row["layout"]), int(row["part"]), _text(row["value"]))
             values = tuple(None if value is None else _text(value) for value in document["values"])
-            return cls(_text(document["algorithm"]), _text(document["layout"]), values, moment)
+            states = None if document["states"] is None else _text(document["states"])
+            return cls(_text(document["algorithm"]), _text(document["layout"]), values, moment, states)
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"digest: not a digest ({type(error).__name__}: {error})") from error
 
@@ -124,9 +130,11 @@ def compare(saved: Digest, found: Digest) -> Comparison:
     -------
     str
         ``"match"``: every chunk was read on both sides and all agree. ``"mismatch"``: some chunk, or
-        the moment chunk that both have, differs. ``"partial"``: nothing differs, but not everything
-        could be compared (holes, or another algorithm or layout).
+        the moment chunk or the hash of the states that both have, differs. ``"partial"``: nothing
+        differs, but not everything could be compared (holes, or another algorithm or layout).
     """
+    if saved.states is not None and found.states is not None and saved.states != found.states:
+        return "mismatch"
     if (saved.algorithm, saved.layout) != (found.algorithm, found.layout):
         return "partial"
     if len(saved.values) != len(found.values):

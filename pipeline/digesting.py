@@ -1,9 +1,13 @@
-"""Digests of the live weights at every save: at once for small models, in the window after it for large."""
+"""Digests of the live weights at every save: at once for small models, in the window after it for large.
+
+For small models the optimizer states are hashed as well; for large ones the rotating proof looks at them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +16,7 @@ from stepwell.pipeline.digester import Digester
 from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.plan import plan_layout
+from stepwell.pipeline.state_digest import StateDigester
 from stepwell.pipeline.watch import versions_of
 from stepwell.pipeline.workers import use_one_torch_thread
 
@@ -32,6 +37,7 @@ class WeightDigests:
         self._chunk_bytes = chunk_bytes
         self._version = -1
         self._digester: Digester | None = None
+        self._states = StateDigester(live, chunk_bytes)
         self._first = 0
         self._pool = ThreadPoolExecutor(1, "stepwell-digest", initializer=use_one_torch_thread)
 
@@ -45,11 +51,12 @@ class WeightDigests:
         digester = self._current()
         if digester.layout.size_bytes > EAGER_BYTES_MAX:
             return None
-        return _whole(digester)
+        return replace(_whole(digester), states=self._states.digest())
 
     def whole(self, layout: Layout, algorithm: str) -> Digest:
         """Digest everything now in terms of a saved layout and algorithm."""
-        return _whole(Digester(layout, self._tensors(), algorithm=algorithm))
+        weights = _whole(Digester(layout, self._tensors(), algorithm=algorithm))
+        return replace(weights, states=self._states.digest())
 
     def window(self, updates_begun: Callable[[], int], expected: int) -> DigestWindow:
         """Return the window of a save that was just captured; call it before training goes on."""

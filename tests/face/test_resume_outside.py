@@ -119,7 +119,13 @@ def test_a_change_in_every_step_makes_it_state_capture(place: Place) -> None:
     assert kinds == [*["base only"] * 4, "state", "state", *["base only"] * 3], "each life learns it anew"
 
 
+def write_moments_through_data(network: nn.Module, optimizer: optim.Optimizer, at: int) -> None:
+    if at in (3, TOTAL - 1):
+        optimizer.state[network[0].weight]["exp_avg"].data.mul_(0.5)
+
+
 UNSEEN: dict[str, Change] = {
+    "moments": write_moments_through_data,
     "rebound": rebind_data,
     "written": write_through_data,
     "clamped-every-step": clamp_through_data,
