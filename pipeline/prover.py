@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,11 @@ class Prover:
     nice : int
         Lowering of the thread's priority.
 
+    Attributes
+    ----------
+    rotation_s : float
+        Processor time that the rotation has taken so far, for whoever bounds it.
+
     Notes
     -----
     The thread starts with the first task. `observe` and `reset` are called from one thread at a
@@ -90,6 +96,7 @@ class Prover:
             if unit.pieces and _unit_bytes(subject, unit) <= unit_bytes_max
         ]
         self._next = 0
+        self.rotation_s = 0.0
         self._pending: _Pending | None = None
         self._tasks: queue.Queue[Task | None] = queue.Queue(TASKS_MAX)
         self._busy = threading.Event()
@@ -100,6 +107,11 @@ class Prover:
     def unit_count(self) -> int:
         """How many units the rotation goes over; 0 if all are too large."""
         return len(self._turn)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a unit was copied at the last save and waits to be compared."""
+        return self._pending is not None
 
     @property
     def stopping(self) -> bool:
@@ -117,6 +129,13 @@ class Prover:
             All updates since the last save that was observed. Their gradients are copied as far
             as needed before this returns.
         """
+        began = time.thread_time()
+        try:
+            self._observe(window, updates)
+        finally:
+            self.rotation_s += time.thread_time() - began
+
+    def _observe(self, window: DigestWindow, updates: Sequence[ProofUpdate]) -> None:
         pending, self._pending = self._pending, None
         if not self._turn or self._stop.is_set() or self._busy.is_set():
             return
@@ -179,12 +198,14 @@ class Prover:
             return
 
         def prove() -> Verdict:
+            began = time.thread_time()
             try:
                 replay_unit(subject, unit, pending.slices, own)
                 found = difference(subject, pending.slices, became)
             except StepwellError as error:
                 found = f"replay failed: {error}"
             finally:
+                self.rotation_s += time.thread_time() - began
                 self._busy.clear()
             return Verdict(Outcome.PROVEN, what) if found is None else Verdict(Outcome.MISMATCH, what, found)
 
