@@ -6,7 +6,14 @@ created only if absent. A crash between any two leaves a save that is not commit
 
 from __future__ import annotations
 
-from stepwell.errors import IntegrityError, MissingObjectError, NotCommittedError, ObjectExistsError
+from stepwell.errors import (
+    FormatError,
+    IntegrityError,
+    MissingObjectError,
+    NotCommittedError,
+    ObjectExistsError,
+    StoreError,
+)
 from stepwell.pipeline.keys import RUN_RECORD, Series, commit_key, layout_key, manifest_key
 from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.manifest import CommitRecord, Manifest, ObjectEntry
@@ -105,12 +112,14 @@ class Commit:
         for tier in tiers:
             try:
                 return Layout.decode(bytes(await tier.store.fetch(layout_key(layout_hash))), layout_hash)
-            except (IntegrityError, MissingObjectError) as error:
+            except (IntegrityError, StoreError) as error:
+                if isinstance(error, FormatError) and error.newer:
+                    raise
                 faults.append(f"{tier.name}: {error}")
         raise IntegrityError(f"layout {layout_hash} can be read from no tier ({'; '.join(faults)})")
 
     async def save_run(self, tier: Tier, record: RunRecord) -> None:
-        """Mark a tier as one of this run; an equal mark that is there already is kept.
+        """Mark a tier as one of this run; an equal mark is kept, a damaged one replaced.
 
         Raises
         ------
@@ -120,7 +129,14 @@ class Commit:
         try:
             await self._replicate.attempt(tier, lambda: tier.store.create(RUN_RECORD, (record.encode(),)))
         except ObjectExistsError:
-            there = RunRecord.decode(await tier.store.fetch(RUN_RECORD), f"{tier.name}: {RUN_RECORD}")
+            try:
+                there = RunRecord.decode(await tier.store.fetch(RUN_RECORD), f"{tier.name}: {RUN_RECORD}")
+            except IntegrityError as error:
+                if isinstance(error, FormatError) and error.newer:
+                    raise
+                # Whoever opened the run has learned its name from what else is there.
+                await self._replicate.save(tier, RUN_RECORD, (record.encode(),))
+                return
             if there.run != record.run:
                 raise ObjectExistsError(
                     f"tier {tier.name} ({tier.store.url}) belongs to run {there.run}, not {record.run}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepwell.errors import IntegrityError, MissingObjectError
+from stepwell.errors import FormatError, IntegrityError, MissingObjectError
 from stepwell.pipeline.keys import (
     INCARNATION_PREFIX,
     Area,
@@ -84,6 +84,11 @@ class Inventory:
         """The newest committed save of the newest incarnation that has one."""
         return max(self.links(), default=None)
 
+    def newest_known(self) -> Link | None:
+        """The newest save that is committed, or that was when its life ended orderly."""
+        ended = [record.ended for record in self.incarnations.values() if record.ended is not None]
+        return max((*self.links(), *ended), default=None)
+
     def lineage_of(self, incarnation: str) -> Lineage:
         """Return the line that leads to `incarnation`, by parent links alone."""
         limits: list[tuple[str, int | None]] = [(incarnation, None)]
@@ -140,6 +145,8 @@ class Inventory:
             try:
                 record = IncarnationRecord.decode(bytes(await tier.store.fetch(key)), f"{tier.name}: {key}")
             except (IntegrityError, MissingObjectError) as error:
+                if isinstance(error, FormatError) and error.newer:
+                    raise
                 self.damaged[key] = str(error)
                 continue
             self.incarnations[parsed.incarnation] = record

@@ -168,7 +168,9 @@ class Layout:
         try:
             document = json.loads(data)
             if document["format"] != 1:
-                raise FormatError(f"layout {expected_hash}: format {document['format']} is newer than 1")
+                raise FormatError(
+                    f"layout {expected_hash}: format {document['format']} is newer than 1", newer=True
+                )
             layout = cls(
                 tensors=tuple(
                     TensorSpec(name, tuple(shape), dtype, Kind(kind), group)

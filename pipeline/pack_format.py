@@ -184,7 +184,10 @@ def check_header(head: bytes, what: str) -> None:
     if magic != _MAGIC:
         raise FormatError(f"{what}: not a stepwell pack")
     if version > FORMAT:
-        raise FormatError(f"{what}: written in format {version}, this stepwell reads up to format {FORMAT}")
+        raise FormatError(
+            f"{what}: written in format {version}, this stepwell reads up to format {FORMAT}; update it",
+            newer=True,
+        )
 
 
 def check_trailer(trailer: bytes, size_bytes: int, what: str) -> tuple[int, int, bytes]:

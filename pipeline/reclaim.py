@@ -63,13 +63,16 @@ async def remove_save(tier: Tier, removal: Removal) -> None:
 
 
 async def sweep(tier: Tier, inventory: Inventory) -> int:
-    """Remove saves that never got their evidence. Only for whoever holds the lock of the run.
+    """Remove what dead writers left: temporary files, and saves that never got their evidence.
+
+    Only for whoever holds the lock of the run.
 
     Returns
     -------
     int
         Number of prefixes removed.
     """
+    await tier.store.sweep_temps()
     committed = inventory.held_by(tier.name)
     known = {(series, link) for series, links in committed.items() for link in links}
     stray: set[tuple[Series, Link]] = set()

@@ -120,11 +120,9 @@ class Recovery:
             except _DigestMismatch as error:
                 self.source.note(str(error))
                 limit = error.last_match
-            except FormatError as error:
-                if "newer" in str(error) or "reads up to format" in str(error):
-                    raise
-                self.source.note(str(error))
             except (IntegrityError, NotCommittedError, StoreError) as error:
+                if isinstance(error, FormatError) and error.newer:
+                    raise
                 self.source.note(str(error))
         listed = "\n  ".join(self.source.faults[-20:])
         raise IntegrityError(

@@ -111,7 +111,10 @@ def unseal(data: BytesLike, what: str, kind: str) -> dict[str, object]:
     if type(version) is not int or version < 1:
         raise FormatError(f"{what}: has no format version")
     if version > FORMAT:
-        raise FormatError(f"{what}: written in format {version}, this stepwell reads up to format {FORMAT}")
+        raise FormatError(
+            f"{what}: written in format {version}, this stepwell reads up to format {FORMAT}; update it",
+            newer=True,
+        )
     if document.get("kind") != kind:
         raise FormatError(f"{what}: a {document.get('kind')!r} document where a {kind!r} is needed")
     return document

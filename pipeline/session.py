@@ -283,7 +283,7 @@ class Session:
             self._wait(self._lives.begin(None))
             return None
         began = time.monotonic()
-        newest = self._runner.inventory.newest()
+        newest = self._runner.inventory.newest_known()
         workers = Workers(max(1, self.options.threads), "stepwell-restore")
         try:
             source = SaveSource(self.tiers, self._runner.inventory, self._runner.commit)
@@ -293,6 +293,8 @@ class Session:
         for warning in recovery.warnings:
             warnings.warn(f"stepwell: {warning}", stacklevel=3)
         if outcome is None or newest is None:
+            if newest is not None:
+                self._tell_lost(f"nothing was restored: the run ended at step {newest.step}, which is gone")
             self._wait(self._lives.begin(None))
             return None
         target = outcome.chain.target
@@ -310,7 +312,10 @@ class Session:
             faults=tuple(source.faults),
         )
         if lost:
-            self._tell_lost(restored)
+            why = "; ".join(restored.faults[-5:]) or "newer ones are not whole"
+            self._tell_lost(
+                f"step {restored.step} was restored, {lost} steps before the newest that was committed: {why}"
+            )
         self._wait(self._lives.begin(target))
         self._go_on_from(outcome)
         self.restored = restored
@@ -550,11 +555,7 @@ class Session:
         if any(tier.needs_base is not None for tier in self.tiers):
             self.ledger.want_base("a tier lacks a part of the restored chain")
 
-    def _tell_lost(self, restored: Restored) -> None:
-        message = (
-            f"step {restored.step} was restored, {restored.lost_steps} steps before the newest that was "
-            f"committed: {'; '.join(restored.faults[-5:]) or 'newer ones are not whole'}"
-        )
+    def _tell_lost(self, message: str) -> None:
         if self.options.on_lost_steps == "raise":
             raise IntegrityError(message)
         warnings.warn(f"stepwell: {message}", stacklevel=4)

@@ -12,7 +12,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from stepwell.errors import IntegrityError, MissingObjectError, NotCommittedError, StoreError
+from stepwell.errors import (
+    FormatError,
+    IntegrityError,
+    MissingObjectError,
+    NotCommittedError,
+    StoreError,
+)
 from stepwell.pipeline.base import Bytes, Chunk
 from stepwell.pipeline.commit import Commit
 from stepwell.pipeline.inventory import Inventory
@@ -110,8 +116,9 @@ class SaveSource:
         """Remember a save as broken when it turns out to be whole in no tier."""
         try:
             yield
-        except IntegrityError:
-            self.broken.add((series, link))
+        except IntegrityError as error:
+            if not (isinstance(error, FormatError) and error.newer):
+                self.broken.add((series, link))
             raise
 
     async def first(
@@ -129,6 +136,8 @@ class SaveSource:
             try:
                 return tier, await read(tier)
             except DAMAGE as error:
+                if isinstance(error, FormatError) and error.newer:
+                    raise  # nothing is damaged: going around it would lose steps
                 reasons.append(f"{tier.name}: {error}")
                 self.note(f"{tier.name}: {error}")
         raise IntegrityError(f"{what}: cannot be read ({'; '.join(reasons) or 'no tier has it'})")

@@ -107,6 +107,10 @@ class ObjectStore(Store):
             The key was there already.
         """
 
+    async def sweep_temps(self) -> tuple[str, ...]:
+        """Remove temporary files of writers that died; return their names. Most stores have none."""
+        return ()
+
     @abstractmethod
     async def fetch(self, key: str, start: int = 0, length: int | None = None) -> memoryview:
         """Return ``length`` bytes from `start` (to the end if None).

@@ -267,6 +267,10 @@ class FaultStore(ZarrFace):
         self._boundary()
         self._after("delete", key, kinds)
 
+    async def sweep_temps(self) -> tuple[str, ...]:
+        """Let the inner store sweep."""
+        return await self.inner.sweep_temps()
+
     async def fetch(self, key: str, start: int = 0, length: int | None = None) -> memoryview:
         """Fetch, as far as the plan lets it."""
         await self._ensure_open()

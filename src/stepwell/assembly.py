@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.metadata import entry_points
@@ -12,18 +13,19 @@ from pathlib import Path
 from typing import cast
 
 from stepwell.config import Config, DirectoryTier, MemoryTier, PluginTier, load_config
-from stepwell.errors import ConfigError, MissingObjectError, UsageError
+from stepwell.errors import ConfigError, FormatError, IntegrityError, MissingObjectError, UsageError
 from stepwell.pipeline.base import ChunkStage
 from stepwell.pipeline.delta import delta_stage
-from stepwell.pipeline.keys import RUN_RECORD
+from stepwell.pipeline.keys import INCARNATION_PREFIX, RUN_RECORD
 from stepwell.pipeline.live import LiveState
-from stepwell.pipeline.records import RunRecord
+from stepwell.pipeline.records import IncarnationRecord, RunRecord
 from stepwell.pipeline.session import Session, SessionOptions
 from stepwell.pipeline.tier import OnError, Tier
 from stepwell.stores.arena import Arena
 from stepwell.stores.base import ObjectStore
 from stepwell.stores.file import FileStore
 from stepwell.stores.memory import MemoryStore
+from stepwell.stores.oserrors import store_error
 
 __all__ = ["assemble"]
 
@@ -91,23 +93,54 @@ def assemble(
 
 
 def _run_record(config: Config, stores: Mapping[str, FileStore]) -> RunRecord:
-    """Return the record a directory of the run has, or that its arena implies, or a new one."""
+    """Return the record a directory of the run has, or that its arena or its lives imply, or a new one.
+
+    Raises
+    ------
+    IntegrityError
+        The record is damaged and nothing else tells whose directory it is.
+    """
+    damaged: IntegrityError | None = None
     for store in stores.values():
+        what = f"{store.url}/{RUN_RECORD}"
         try:
-            data = (Path(store.root) / RUN_RECORD).read_bytes()
+            return RunRecord.decode((Path(store.root) / RUN_RECORD).read_bytes(), what)
         except FileNotFoundError:
             continue
-        return RunRecord.decode(data, f"{store.url}/{RUN_RECORD}")
-    run = secrets.token_hex(16)
-    memory = config.memory
-    if memory is not None:
-        # The directory is gone or was never reached: a living arena knows whose it is.
-        try:
-            with Arena.inspect(config.arena_directory(memory)) as arena:
-                run = arena.run
-        except MissingObjectError:
-            pass
-    return RunRecord(run, config.run, time.time())
+        except OSError as error:
+            raise store_error(error, f"read {RUN_RECORD}", where=store.url) from error
+        except IntegrityError as error:
+            if isinstance(error, FormatError) and error.newer:
+                raise
+            damaged = error
+    run = _run_of_arena(config) or _run_of_lives(stores)
+    if damaged is not None:
+        if run is None:
+            raise damaged
+        warnings.warn(f"stepwell: {damaged}; the run is known from what else is there", stacklevel=4)
+    return RunRecord(run or secrets.token_hex(16), config.run, time.time())
+
+
+def _run_of_arena(config: Config) -> str | None:
+    """Return whose the arena is: it may live on where the directory is gone or was never reached."""
+    if config.memory is None:
+        return None
+    try:
+        with Arena.inspect(config.arena_directory(config.memory)) as arena:
+            return arena.run
+    except MissingObjectError:
+        return None
+
+
+def _run_of_lives(stores: Mapping[str, FileStore]) -> str | None:
+    """Return the run that the newest whole incarnation record of a directory names."""
+    for store in stores.values():
+        for path in sorted((Path(store.root) / INCARNATION_PREFIX).glob("*.json"), reverse=True):
+            try:
+                return IncarnationRecord.decode(path.read_bytes(), str(path)).run
+            except (OSError, IntegrityError):
+                continue
+    return None
 
 
 def _open_arena(directory: Path, run: str, *, fresh: bool) -> Arena:

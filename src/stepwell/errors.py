@@ -95,7 +95,17 @@ class IntegrityError(StepwellError):
 
 
 class FormatError(IntegrityError):
-    """The object is not in our format, or in a version newer than this code reads."""
+    """The object is not in our format, or in a version newer than this code reads.
+
+    Attributes
+    ----------
+    newer : bool
+        It is whole, and a newer version wrote it: update stepwell. Recovery never goes around it.
+    """
+
+    def __init__(self, *args: object, newer: bool = False) -> None:
+        super().__init__(*args)
+        self.newer = newer
 
 
 class NotCommittedError(StepwellError, LookupError):
