@@ -7,7 +7,7 @@ from typing import Protocol
 
 from stepwell.codecs.buffers import BufferLike, Bytes
 
-__all__ = ["PlainCodec"]
+__all__ = ["LossyCodec", "PlainCodec"]
 
 
 class PlainCodec(Protocol):
@@ -54,4 +54,19 @@ class PlainCodec(Protocol):
 
     def get_config(self) -> Mapping[str, object]:
         """Return the JSON-able configuration with its ``id``."""
+        ...
+
+
+class LossyCodec(PlainCodec, Protocol):
+    """A codec whose decoded values differ from the encoded ones by no more than it says."""
+
+    def bound(self, buf: BufferLike) -> float | None:
+        """Return the largest error that encoding these raw bytes can make, from its formula.
+
+        Returns
+        -------
+        float or None
+            In the unit the codec's docstring names; 0.0 if everything is kept bit for bit, None
+            where no bound is known.
+        """
         ...

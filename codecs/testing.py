@@ -1,4 +1,4 @@
-"""The contract every codec keeps, as a class of tests to subclass. Imported by tests only.
+"""The contracts codecs keep, as classes of tests to subclass. Imported by tests only.
 
 Needs ``pytest`` and ``hypothesis``, which come with the extra ``test``.
 """
@@ -16,17 +16,18 @@ from typing import cast
 
 import numcodecs  # type: ignore[import-untyped]
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepwell.codecs.base import PlainCodec
+from stepwell.codecs.base import LossyCodec, PlainCodec
 from stepwell.codecs.buffers import BufferLike, Bytes
 from stepwell.codecs.registry import codec_from
 from stepwell.codecs.xxh3 import Xxh3
 from stepwell.errors import IntegrityError, UnsupportedValueError, UsageError
 
-__all__ = ["CodecContract", "peak_bytes", "state_like"]
+__all__ = ["CodecContract", "LossyContract", "peak_bytes", "state_like"]
 
 _PROPERTIES = settings(
     max_examples=60,
@@ -75,6 +76,10 @@ class CodecContract:
         """Return the codec under test."""
         raise NotImplementedError
 
+    def check_same(self, decoded: Bytes, raw: Bytes) -> None:
+        """Assert that `decoded` is what `raw` must come back as: bit for bit, unless overridden."""
+        assert np.array_equal(decoded, raw)
+
     def _whole(self, raw: bytes) -> bytes:
         return raw[: len(raw) // self.itemsize * self.itemsize]
 
@@ -85,7 +90,7 @@ class CodecContract:
             kept = raw.copy()
             decoded = self.codec().decode(self.codec().encode(raw))
             assert decoded.dtype == np.uint8
-            assert np.array_equal(decoded, kept), length
+            self.check_same(decoded, kept)
             assert np.array_equal(raw, kept), length
 
     @_PROPERTIES
@@ -94,8 +99,9 @@ class CodecContract:
         """Whatever the bytes, read back also through xxh3."""
         raw = self._whole(raw)
         encoded = self.codec().encode(raw)
-        assert bytes(self.codec().decode(encoded)) == raw
-        assert bytes(self.codec().decode(Xxh3().decode(Xxh3().encode(encoded)))) == raw
+        self.check_same(self.codec().decode(encoded), np.frombuffer(raw, np.uint8))
+        again = self.codec().decode(Xxh3().decode(Xxh3().encode(encoded)))
+        assert np.array_equal(again, self.codec().decode(encoded))
 
     def test_any_contiguous_buffer_is_taken(self) -> None:
         """Bytes, memory views, read-only, unaligned, Fortran-ordered, multi-dimensional."""
@@ -120,7 +126,7 @@ class CodecContract:
         shifted = np.empty(expected.size + 1, np.uint8)[1:]
         shifted[:] = expected
         for framed in (expected.tobytes(), bytearray(expected), memoryview(expected.data), shifted):
-            assert np.array_equal(self.codec().decode(framed), raw)
+            self.check_same(self.codec().decode(framed), raw)
 
     @pytest.mark.parametrize(
         "wrong",
@@ -141,7 +147,7 @@ class CodecContract:
         out = np.zeros(1300, np.float32)
         decoded = self.codec().decode(encoded, out)
         assert np.shares_memory(decoded, out)
-        assert np.array_equal(out.view(np.uint8), raw)
+        self.check_same(out.view(np.uint8), raw)
         for size in (0, raw.size - 4, raw.size + 4):
             with pytest.raises(IntegrityError, match="buffer"):
                 self.codec().decode(encoded, np.zeros(size, np.uint8))
@@ -157,7 +163,7 @@ class CodecContract:
         for other in (numcodecs.get_codec(config), codec_from(config), copy.deepcopy(codec)):
             assert type(other) is type(codec)
             assert other == codec
-            assert np.array_equal(other.decode(encoded), raw)
+            assert np.array_equal(other.decode(encoded), codec.decode(encoded))
 
     def test_more_than_expected_is_refused(self) -> None:
         """``max_bytes`` bounds what a decoder may be talked into."""
@@ -214,7 +220,8 @@ class CodecContract:
         with ThreadPoolExecutor(4) as pool:
             encoded = list(pool.map(codec.encode, inputs))
             decoded = list(pool.map(codec.decode, encoded))
-        assert all(np.array_equal(one, two) for one, two in zip(inputs, decoded, strict=True))
+        for raw, found in zip(inputs, decoded, strict=True):
+            self.check_same(found, raw)
 
     def test_other_threads_run_meanwhile(self) -> None:
         """The interpreter lock is let go: with forced switching off, another thread still advances."""
@@ -241,3 +248,60 @@ class CodecContract:
         finally:
             sys.setswitchinterval(interval)
         assert seen[0] < seen[1] < seen[2]
+
+
+class LossyContract(CodecContract):
+    """The same for codecs that lose something: every value within the bound, of its class and sign.
+
+    Attributes
+    ----------
+    dtype : str
+        ``float32`` or ``bfloat16``.
+    """
+
+    itemsize = 4
+    dtype: str = "float32"
+
+    def codec(self) -> LossyCodec:
+        """Return the codec under test."""
+        raise NotImplementedError
+
+    def values(self, raw: Bytes) -> npt.NDArray[np.float64]:
+        """Return the values of raw bytes; a bfloat16 is the upper half of a float32."""
+        raw = np.frombuffer(raw.tobytes(), np.uint8)
+        if self.dtype == "bfloat16":
+            raw = (raw.view("<u2").astype("<u4") << 16).view(np.uint8)
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            return raw.view("<f4").astype(np.float64)
+
+    def error(self, found: npt.NDArray[np.float64], true: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the error of finite values in the unit of ``bound``."""
+        return np.abs(found - true)
+
+    def check_same(self, decoded: Bytes, raw: Bytes) -> None:
+        """Assert the bound, the class and the sign; what is not finite comes back bit for bit."""
+        assert decoded.size == raw.size
+        found, true = self.values(decoded), self.values(raw)
+        finite = np.isfinite(true)
+        words = f"<u{self.itemsize}"
+        bits, true_bits = (
+            np.frombuffer(side.tobytes(), np.uint8).view(words)[~finite] for side in (decoded, raw)
+        )
+        assert np.array_equal(bits, true_bits)
+        assert np.isfinite(found[finite]).all()
+        assert np.array_equal(np.signbit(found[finite]), np.signbit(true[finite]))
+        assert not found[true == 0].any()
+        bound = self.codec().bound(raw)
+        if bound is not None and finite.any():
+            assert float(self.error(found[finite], true[finite]).max()) <= bound
+
+    def test_a_bound_is_stated_for_every_input(self) -> None:
+        """Also for none at all, where it is zero."""
+        assert self.codec().bound(b"") in (0.0, None)
+        bound = self.codec().bound(state_like(4000))
+        assert bound is None or bound > 0
+
+    def test_what_comes_back_once_is_a_fixed_result(self) -> None:
+        """Two decoders agree bit for bit: the writer can know what the reader will have."""
+        encoded = self.codec().encode(state_like(40_000))
+        assert np.array_equal(self.codec().decode(encoded), self.codec().decode(encoded.copy()))
