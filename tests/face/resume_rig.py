@@ -20,8 +20,8 @@ import stepwell
 from stepwell.pipeline.bits import as_integers
 from stepwell.pipeline.outcome import Restored, SaveRecord
 
-TOTAL = 9
-CRASH_AFTER = 6
+TOTAL = 8
+CRASH_AFTER = 5
 """Saves before the crash. The first is a base, the next two updates are on probation, then references."""
 
 
@@ -158,10 +158,6 @@ def assert_same(found: Mapping[str, object], wanted: Mapping[str, object], where
     assert not (names := differences(found, wanted)), f"{where}: {names}"
 
 
-def every_step(step: int) -> bool:
-    return True
-
-
 def uninterrupted(build: Build, total: int = TOTAL) -> dict[int, dict[str, object]]:
     """Train without stepwell; the state after each step. -1 is the state before the first."""
     seed_everything(1)
@@ -179,19 +175,21 @@ def resume(
     *,
     total: int = TOTAL,
     crash_after: int = CRASH_AFTER,
-    saved: Callable[[int], bool] = every_step,
+    saved: Callable[[int], bool] = lambda step: True,
     exact: bool = True,
+    patient: bool = False,
 ) -> Lives:
     """Train, crash, come back from memory, train on, end, come back from the directory.
 
-    The state is compared with that of an uninterrupted run after every step of every life.
+    The state is compared with that of an uninterrupted run after every step of every life. `patient`
+    waits for each save, so that no base is put off because another one is on its way.
     """
     lives = Lives(uninterrupted(build, total))
     seed_everything(1)
     training = build()
     with place.open(training) as well:
         assert well.restore() is None
-        train(well, training, lives, range(crash_after), saved)
+        train(well, training, lives, range(crash_after), saved, patient)
         well.wait_until_finished(60)
         crashed = place.crashed()
     seed_everything(2)
@@ -199,7 +197,7 @@ def resume(
     with crashed.open(training) as well:
         last = max(step for step in range(crash_after) if saved(step))
         restore(well, training, lives, step=last, tier="memory", exact=exact)
-        train(well, training, lives, range(last + 1, total), saved)
+        train(well, training, lives, range(last + 1, total), saved, patient)
     assert not crashed.memory.exists(), "after a clean end nothing stays in memory"
     seed_everything(3)
     training = build()
@@ -214,12 +212,15 @@ def train(
     training: Training,
     lives: Lives,
     steps: range,
-    saved: Callable[[int], bool] = every_step,
+    saved: Callable[[int], bool] = lambda step: True,
+    patient: bool = False,
 ) -> None:
     for step in steps:
         training.step(step)
         if saved(step):
             well.save(step)
+            if patient:
+                well.wait_until_finished(60)
         assert_same(bits_of(training), lives.wanted[step], f"step {step}")
     lives.saves.extend(well.metrics().saves)
 
