@@ -87,7 +87,8 @@ class Run:
             {"kind": "memory", "directory": str(self.memory), **self.memory_keys},
             {"kind": "directory", "path": str(self.directory), **self.directory_keys},
         ]
-        return {"tiers": tiers, "log_budget": 1000.0, "handle_sigterm": False, **self.keys, **keys}
+        usual = {"log_budget": 1000.0, "handle_sigterm": False, "close_deadline_s": PATIENCE_S}
+        return {"tiers": tiers, **usual, **self.keys, **keys}
 
     def open(
         self, job: Job, *, extra: Mapping[str, object] | None = None, fresh: bool = False, **keys: object
