@@ -84,6 +84,10 @@ class WeightDigests:
 
         return self._pool.submit(read)
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Run `work` in the digests' thread, after those of earlier saves."""
+        self._pool.submit(work)
+
     def close(self) -> None:
         """Wait for a digest in work and end the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)

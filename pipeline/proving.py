@@ -130,9 +130,6 @@ class Proving:
         prover = self._prover
         if prover is None:
             return
-        if captured.kind is not SaveKind.GRADIENT:
-            prover.reset()
-            return
         for update in captured.updates:
             update.wait(READY_TIMEOUT_S)
             if update.torn is not None:
@@ -141,6 +138,11 @@ class Proving:
         elapsed_s = time.monotonic() - self._began
         if prover.pending or prover.rotation_s <= ROTATION_SHARE * elapsed_s:
             prover.observe(window, [_tapped(update) for update in captured.updates])
+
+    def interrupt(self) -> None:
+        """Forget what was copied at the last save; runs on the digest thread, where the log is broken."""
+        if self._prover is not None:
+            self._prover.reset()
 
     def close(self) -> None:
         """End the prover's thread; nothing reads the memory tier or the live state afterwards."""

@@ -129,9 +129,11 @@ class Submission:
 
     def _digest(self, captured: CapturedSave) -> Future[object]:
         """Return the future of the digest's JSON; captured states prove themselves by checksum."""
-        if captured.kind is not SaveKind.GRADIENT:
-            return _done(None)
         capture, proving = self._capture, self._proving
+        if captured.kind is not SaveKind.GRADIENT:
+            # In the order of the saves: what was copied before it must not be compared after it.
+            self._digests.run(proving.interrupt)
+            return _done(None)
         eager = captured.digest if isinstance(captured.digest, Digest) else None
         window = self._digests.window(lambda: capture.updates_begun, captured.updates_begun)
         return self._digests.submit(window, eager, lambda window: proving.observe(captured, window))
