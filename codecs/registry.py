@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import cast
 
 from stepwell.codecs.base import PlainCodec
 from stepwell.codecs.byteplane import BytePlane
+from stepwell.codecs.codebook import Codebook
 from stepwell.codecs.ordered_delta import OrderedDelta
+from stepwell.codecs.threshold_sparse import ThresholdSparse
 from stepwell.codecs.xxh3 import Xxh3
 from stepwell.errors import ConfigError, IntegrityError
 
 __all__ = ["CODECS", "codec_from"]
 
-CODECS: Mapping[str, type[BytePlane] | type[OrderedDelta] | type[Xxh3]] = MappingProxyType(
-    {codec.codec_id: codec for codec in (BytePlane, OrderedDelta, Xxh3)}
+CODECS: Mapping[str, Callable[..., PlainCodec]] = MappingProxyType(
+    {codec.codec_id: codec for codec in (BytePlane, Codebook, OrderedDelta, ThresholdSparse, Xxh3)}
 )
 
 
@@ -43,6 +44,6 @@ def codec_from(config: Mapping[str, object]) -> PlainCodec:
     if make is None:
         raise IntegrityError(f"unknown codec {codec_id!r}; known are {', '.join(CODECS)}")
     try:
-        return cast("Callable[..., PlainCodec]", make)(**parameters)
+        return make(**parameters)
     except (ConfigError, TypeError) as error:
         raise IntegrityError(f"codec {codec_id!r} does not take {parameters!r}: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 import numpy as np
 from zarr.abc.codec import ArrayBytesCodec
@@ -16,7 +16,7 @@ from stepwell.errors import ConfigError
 
 if TYPE_CHECKING:
     from zarr.core.array_spec import ArraySpec
-    from zarr.core.buffer import Buffer, NDBuffer
+    from zarr.core.buffer import Buffer, NDArrayLike, NDBuffer
     from zarr.core.common import JSON
 
 __all__ = ["ArrayFace"]
@@ -68,7 +68,8 @@ class ArrayFace(ArrayBytesCodec):
         values = np.empty(prod(chunk_spec.shape), "<f4")
         # zarr calls us on its event loop; the codec releases the GIL, so a thread is worth it.
         await asyncio.to_thread(self.plain().decode, chunk_data.as_numpy_array(), values)
-        return chunk_spec.prototype.nd_buffer.from_ndarray_like(values.reshape(chunk_spec.shape))
+        chunk = cast("NDArrayLike", values.reshape(chunk_spec.shape))
+        return chunk_spec.prototype.nd_buffer.from_ndarray_like(chunk)
 
     async def _encode_single(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
         values = np.ascontiguousarray(chunk_data.as_numpy_array(), "<f4")
