@@ -67,6 +67,8 @@ class Transform(IntEnum):
     ORDERED_REFERENCE = 2
     INTEGER_PREDECESSOR = 3
     ORDERED_PREDECESSOR = 4
+    XOR_REFERENCE = 5
+    XOR_PREDECESSOR = 6
 
 
 def block_count_of(count: int, block_log2: int = BLOCK_LOG2) -> int:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from numcodecs.abc import Codec  # type: ignore[import-untyped]
 
-from stepwell.codecs.buffers import BufferLike, Bytes, byte_view, check_apart, output_view
+from stepwell.codecs.buffers import BufferLike, Bytes
 from stepwell.codecs.byteplane import check_level
-from stepwell.codecs.frame import BLOCK_LOG2, Frame, Transform, read_frame
+from stepwell.codecs.difference import Difference, encode_against, open_difference
+from stepwell.codecs.frame import BLOCK_LOG2, Frame, Transform
 from stepwell.codecs.ordered import WORDS, Signed, Word, swap_order, undo_zigzag, word_of, zigzag
-from stepwell.codecs.planes import encode_planes, encoded_bytes_max, merge_block
-from stepwell.errors import ConfigError, IntegrityError, UnsupportedValueError, UsageError
+from stepwell.codecs.planes import merge_block
 
 __all__ = ["WORDS", "OrderedDelta", "decode_difference", "encode_difference"]
 
@@ -72,22 +71,14 @@ def _encode(
     current: BufferLike, reference: BufferLike | None, dtype: str, level: int, out: BufferLike | None
 ) -> Bytes:
     word = word_of(dtype)
-    raw = byte_view(current)
-    if raw.size % word.itemsize:
-        raise UnsupportedValueError(f"{raw.size} bytes are not whole elements of {dtype}")
-    against = None if reference is None else byte_view(reference)
-    if against is not None and against.size != raw.size:
-        raise UsageError(f"the reference has {against.size} bytes, what is encoded has {raw.size}")
-    target = None if out is None else byte_view(out)
-    check_apart(target, raw)
-    check_apart(target, against)
-    return encode_planes(
-        _Differences(raw, against, word),
-        raw.size,
-        word.itemsize,
+    return encode_against(
+        current,
+        reference,
+        dtype,
+        lambda raw, against: _Differences(raw, against, word),
         transform=_transform(word, reference is not None),
         level=level,
-        out=target,
+        out=out,
     )
 
 
@@ -95,19 +86,8 @@ def _decode(
     buf: BufferLike, reference: BufferLike | None, dtype: str, out: BufferLike | None, max_bytes: int | None
 ) -> Bytes:
     word = word_of(dtype)
-    frame = read_frame(byte_view(buf), max_bytes)
-    expected = _transform(word, reference is not None)
-    if frame.itemsize != word.itemsize or frame.transform is not expected or frame.tail.size:
-        raise IntegrityError(
-            f"frame of {frame.length} bytes, {frame.itemsize} per element, transform {frame.transform.name}, "
-            f"is not a difference of {dtype} with transform {expected.name}"
-        )
-    against = None if reference is None else byte_view(reference)
-    if against is not None and against.size != frame.length:
-        raise IntegrityError(f"difference of {frame.length} bytes, but its reference has {against.size}")
-    raw = np.empty(frame.length, np.uint8) if out is None else output_view(out, frame.length, "difference")
-    check_apart(raw, frame.data)
-    check_apart(raw, against, same_start_allowed=True)
+    opened = open_difference(buf, reference, dtype, _transform(word, reference is not None), out, max_bytes)
+    frame, against, raw = opened.frame, opened.reference, opened.out
     if against is None:
         _sum_blocks(frame, word, raw.view(word.signed))
     else:
@@ -224,7 +204,7 @@ def decode_difference(
     return _decode(buf, reference, dtype, out, max_bytes)
 
 
-class OrderedDelta(Codec):  # type: ignore[misc]
+class OrderedDelta(Difference):
     """Differences in ordered-integer space, zigzag coded, stored as byte planes.
 
     With a reference (a buffer passed to each call) every element is differenced from the same
@@ -244,42 +224,10 @@ class OrderedDelta(Codec):  # type: ignore[misc]
 
     codec_id: ClassVar[str] = "stepwell.ordered_delta"
 
-    def __init__(self, dtype: str, level: int = 1, reference: str | None = None) -> None:
-        word_of(dtype)
-        if reference is not None and not isinstance(reference, str):
-            raise ConfigError(f"reference must be a name or null, not {reference!r}")
-        self.dtype = dtype
-        self.level = check_level(level)
-        self.reference = reference
-
-    def get_config(self) -> dict[str, object]:
-        """Return the JSON-able configuration; `reference` only where there is one."""
-        config: dict[str, object] = {"id": self.codec_id, "dtype": self.dtype, "level": self.level}
-        return config if self.reference is None else {**config, "reference": self.reference}
-
-    def size_bytes_max(self, raw_bytes: int) -> int:
-        """Return the most bytes ``encode`` makes of `raw_bytes` bytes."""
-        return encoded_bytes_max(raw_bytes, word_of(self.dtype).itemsize)
-
-    def encode(
-        self, buf: BufferLike, reference: BufferLike | None = None, *, out: BufferLike | None = None
-    ) -> Bytes:
-        """Encode whole elements; see ``encode_difference``. Without `reference`, from predecessors."""
-        self._check_reference(reference)
+    def _encode(self, buf: BufferLike, reference: BufferLike | None, out: BufferLike | None) -> Bytes:
         return _encode(buf, reference, self.dtype, self.level, out)
 
-    def decode(
-        self,
-        buf: BufferLike,
-        out: BufferLike | None = None,
-        *,
-        reference: BufferLike | None = None,
-        max_bytes: int | None = None,
+    def _decode(
+        self, buf: BufferLike, reference: BufferLike | None, out: BufferLike | None, max_bytes: int | None
     ) -> Bytes:
-        """Decode one frame; see ``decode_difference``. `reference` is given exactly if it was to encode."""
-        self._check_reference(reference)
         return _decode(buf, reference, self.dtype, out, max_bytes)
-
-    def _check_reference(self, reference: BufferLike | None) -> None:
-        if self.reference is not None and reference is None:
-            raise UsageError(f"differences from {self.reference!r}: pass its bytes as `reference`")
