@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from typing import Generic, TypeVar
 
 from stepwell.errors import UsageError
@@ -58,9 +59,11 @@ class Workers:
         self.check_process()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
-        futures = [self._pool.submit(_Call(function)) for function in functions]
-        await _until_settled(futures)
-        return [future.result() for future in futures]
+        batch = _Batch([_Call(function) for function in functions])
+        # One future a thread, not one a function: a base has thousands of small files.
+        threads = min(self._count, len(batch.calls))
+        await _until_settled([self._pool.submit(batch.work) for _ in range(threads)], batch.stop)
+        return batch.results()
 
     def close(self) -> None:
         """Let the threads end once they are idle. A later call starts new ones."""
@@ -84,8 +87,37 @@ class _Call(Generic[T]):
         return function()
 
 
-async def _until_settled(futures: Sequence[Future[T]]) -> None:
-    """Wait until every future is done; when cancelled, cancel what has not begun, wait, raise."""
+class _Batch(Generic[T]):
+    """Functions that several threads work off, each taking the next one."""
+
+    def __init__(self, calls: Sequence[_Call[T]]) -> None:
+        self.calls = calls
+        self._next = count()
+        self._stopped = False
+        self._results: dict[int, T] = {}
+        self._errors: dict[int, BaseException] = {}
+
+    def work(self) -> None:
+        """Take and run functions until none is left. Taking is atomic: ``next`` of a C iterator."""
+        while not self._stopped and (index := next(self._next)) < len(self.calls):
+            try:
+                self._results[index] = self.calls[index]()
+            except BaseException as error:  # raised by ``results``, in order
+                self._errors[index] = error
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        self._stopped = True
+
+    def results(self) -> list[T]:
+        """Return all results in order, or raise the first error in order."""
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        return [self._results[index] for index in range(len(self.calls))]
+
+
+async def _until_settled(futures: Sequence[Future[None]], stop: Callable[[], None]) -> None:
+    """Wait until every future is done; when cancelled, begin nothing more, wait, raise."""
     waiting = [asyncio.wrap_future(future) for future in futures]
     pending = set(waiting)
     cancelled: asyncio.CancelledError | None = None
@@ -94,11 +126,12 @@ async def _until_settled(futures: Sequence[Future[T]]) -> None:
             _, pending = await asyncio.wait(pending)
         except asyncio.CancelledError as error:
             cancelled = error
+            stop()
             for future in futures:
                 future.cancel()
             pending = {each for each in waiting if not each.done()}
     for each in waiting:
         if not each.cancelled():
-            each.exception()  # marks it as seen; the caller takes it from the thread's own future
+            each.exception()  # marks it as seen; the caller takes errors from the batch
     if cancelled is not None:
         raise cancelled
