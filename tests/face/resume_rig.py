@@ -20,7 +20,7 @@ import stepwell
 from stepwell.pipeline.bits import as_integers
 from stepwell.pipeline.outcome import Restored, SaveRecord
 
-TOTAL = 8
+TOTAL = 7
 CRASH_AFTER = 5
 """Saves before the crash. The first is a base, the next two updates are on probation, then references."""
 

@@ -30,13 +30,13 @@ from resume_rig import (
 from torch import distributed, optim
 from torch.nn.parallel import DistributedDataParallel
 
-KILLED_IN = 6
+KILLED_IN = 5
 ACKNOWLEDGED = 4
 
 
-def replicated(*, bucket_view: bool, set_to_none: bool) -> Build:
+def replicated(*, set_to_none: bool) -> Build:
     def build() -> Training:
-        network = DistributedDataParallel(small_model(), gradient_as_bucket_view=bucket_view)
+        network = DistributedDataParallel(small_model(), gradient_as_bucket_view=True)
         optimizer = optim.AdamW(network.parameters(), fused=True)
 
         def step(at: int) -> None:
@@ -50,9 +50,8 @@ def replicated(*, bucket_view: bool, set_to_none: bool) -> Build:
 
 
 BUILDS: dict[str, Build] = {
-    "bucket-view": replicated(bucket_view=True, set_to_none=True),
-    "bucket-view-kept": replicated(bucket_view=True, set_to_none=False),
-    "replicated": replicated(bucket_view=False, set_to_none=True),
+    "bucket-view": replicated(set_to_none=True),
+    "bucket-view-kept": replicated(set_to_none=False),
     "odd-fused": odd(partial(optim.AdamW, fused=True)),
 }
 

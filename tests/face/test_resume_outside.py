@@ -116,7 +116,7 @@ def test_a_change_outside_an_update_makes_the_next_save_a_base(place: Place, nam
 
 def test_a_change_in_every_step_makes_it_state_capture(place: Place) -> None:
     kinds = resume(changed(clamp), place).kinds()
-    assert kinds == [*["base only"] * 4, "state", *["base only"] * 3], "each life learns it anew"
+    assert kinds == [*["base only"] * 4, "state", *["base only"] * (TOTAL - 5)], "each life learns it anew"
 
 
 def write_moments_through_data(network: nn.Module, optimizer: optim.Optimizer, at: int) -> None:

@@ -24,7 +24,7 @@ from stepwell.errors import UsageError
 
 RUNS = 200
 BATCHES = 10
-STEPS = 6
+STEPS = 5
 
 OPTIMIZERS: list[Callable[..., optim.Optimizer]] = [
     partial(optim.AdamW, fused=True),
@@ -59,7 +59,7 @@ class Vandal:
         self.way = WAYS[seed % len(WAYS)]
         self.moment = MOMENTS[self.random.randrange(len(MOMENTS))]
         # By then the first updates, which are always copied at once, are over and gradients are held.
-        self.first = 3 if self.moment == "thread-late" else self.random.randrange(0, 5)
+        self.first = 3 if self.moment == "thread-late" else self.random.randrange(0, 4)
         self.writes = 0
         self._prey: list[Tensor] = []
         self._stop = threading.Event()
@@ -130,7 +130,7 @@ def one_run(place: Place, seed: int) -> str:
     first = training(seed, vandal)
     seen: dict[int, dict[str, object]] = {}
     # Several updates between saves: more is captured, and 200 runs take less time.
-    saves = (0, 2 + seed % 2, 4, 5)
+    saves = (0, 2 + seed % 2, 4)
     try:
         with open_run(place, seed, first) as well:
             for step in range(STEPS):
@@ -175,5 +175,4 @@ def test_every_recovered_step_is_right_or_refused(place: Place, batch_index: int
             found[one_run(Place(root), seed)] += 1
         shutil.rmtree(root)
     assert sum(found.values()) == per_batch
-    print(found)
     assert found["right"], f"writes that harm nothing must not cost anything: {found}"
