@@ -154,12 +154,22 @@ def break_tier(patch: pytest.MonkeyPatch, name: str, *plan: Fault, seed: int = 1
     return lambda: made[-1]
 
 
+def files_of(run: Run) -> dict[str, bytes]:
+    """Everything committed in the directory, by name."""
+    return {
+        str(path.relative_to(run.directory)): path.read_bytes()
+        for path in run.directory.rglob("*")
+        if path.is_file() and "lock" not in path.name
+    }
+
+
 def idle(well: stepwell.SyncWell) -> None:
     """Wait until nothing is on its way, so that the files stand still."""
     session = well._session
     session._outwait(time.monotonic() + PATIENCE_S)
-    with session._bases._condition:
-        assert session._bases._condition.wait_for(lambda: not session._bases.busy, PATIENCE_S)
+    bases = session._bases
+    with bases._condition:
+        assert bases._condition.wait_for(lambda: not bases._busy and not bases._refilling, PATIENCE_S)
 
 
 def flip(path: Path, place: float = 0.5) -> None:
