@@ -8,15 +8,34 @@ from types import MappingProxyType
 from stepwell.codecs.base import PlainCodec
 from stepwell.codecs.byteplane import BytePlane
 from stepwell.codecs.codebook import Codebook
+from stepwell.codecs.int4 import Int4
+from stepwell.codecs.int8 import Int8
+from stepwell.codecs.log_quant import LogQuant
 from stepwell.codecs.ordered_delta import OrderedDelta
+from stepwell.codecs.scaled_bf16 import ScaledBf16
 from stepwell.codecs.threshold_sparse import ThresholdSparse
+from stepwell.codecs.xor_delta import XorDelta
 from stepwell.codecs.xxh3 import Xxh3
 from stepwell.errors import ConfigError, IntegrityError
 
 __all__ = ["CODECS", "codec_from"]
 
 CODECS: Mapping[str, Callable[..., PlainCodec]] = MappingProxyType(
-    {codec.codec_id: codec for codec in (BytePlane, Codebook, OrderedDelta, ThresholdSparse, Xxh3)}
+    {
+        codec.codec_id: codec
+        for codec in (
+            BytePlane,
+            Codebook,
+            Int4,
+            Int8,
+            LogQuant,
+            OrderedDelta,
+            ScaledBf16,
+            ThresholdSparse,
+            XorDelta,
+            Xxh3,
+        )
+    }
 )
 
 
