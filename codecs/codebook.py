@@ -76,9 +76,9 @@ class Codebook(Codec):  # type: ignore[misc]
         abs(x - x^) <= scale_b * radius[shape_b] + 2**-149
 
     where radius is the most that any element of this shape's blocks lies from its entry, written
-    into the frame. ``bounds`` reads it for each block, ``bound`` the largest. Zero comes back as
-    +0.0; no element changes its sign, small ones may become 0 (never use it for second moments).
-    A block with an infinity or a NaN is kept raw.
+    into the frame. ``bounds_of_frame`` reads it for each block, ``bound_of_frame`` the largest.
+    Zero comes back as +0.0; no element changes its sign, small ones may become 0 (never use it for
+    second moments). A block with an infinity or a NaN is kept raw.
 
     Source: FastCheck compresses momentum to cluster indices, without a published layout; ExCP
     (Li et al. 2024) does so with k-means over a whole tensor. Where we differ: entries of a block
@@ -92,7 +92,7 @@ class Codebook(Codec):  # type: ignore[misc]
     >>> codec = Codebook()
     >>> frame = codec.encode(momentum)
     >>> error = np.abs(codec.decode(frame).view(np.float32) - momentum).max()
-    >>> bool(error <= codec.bound(frame) < 1), momentum.nbytes // frame.size
+    >>> bool(error <= codec.bound_of_frame(frame) < 1), momentum.nbytes // frame.size
     (True, 7)
     """
 
@@ -178,14 +178,18 @@ class Codebook(Codec):  # type: ignore[misc]
         decode_blocks(codes, raw, book.classes, book.scales, book.entries, book.block, target.view("<u4"))
         return target
 
+    def bound(self, buf: BufferLike) -> float:
+        """Return the largest error that encoding these raw bytes makes; costs as much as encoding."""
+        return self.bound_of_frame(self.encode(buf))
+
     @staticmethod
-    def bound(buf: BufferLike) -> float:
+    def bound_of_frame(buf: BufferLike) -> float:
         """Return the largest error of any finite element of a frame; IntegrityError as ``decode``."""
         frame = _read(byte_view(buf), None)
         return 0.0 if frame.kind == _DENSE else _bound_of(frame)
 
     @staticmethod
-    def bounds(buf: BufferLike) -> npt.NDArray[np.float64]:
+    def bounds_of_frame(buf: BufferLike) -> npt.NDArray[np.float64]:
         """Return the largest error of each block of a frame, 0 for those kept raw.
 
         Returns

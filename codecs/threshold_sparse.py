@@ -103,7 +103,7 @@ class ThresholdSparse(Codec):  # type: ignore[misc]
     Notes
     -----
     Error bound of a finite x, decoded x^: ``abs(x - x^) <= max(tau, (hi - lo) / 254)``, the second
-    over the blocks of 256 kept elements and for int8 values only; ``bound`` reads it from a frame.
+    over the blocks of 256 kept elements and for int8 values only; ``bound_of_frame`` reads it.
     Dropped elements, -0.0 among them, come back as +0.0; kept ones keep their sign and are no
     zero. An array that would not get smaller is stored whole and exact (bound 0).
 
@@ -120,7 +120,7 @@ class ThresholdSparse(Codec):  # type: ignore[misc]
     >>> gradient[[3, 500]] = [-3, np.inf]
     >>> codec = ThresholdSparse(rate=0.0005)
     >>> frame = codec.encode(gradient)
-    >>> codec.decode(frame).view(np.float32)[[0, 3, 500]].tolist(), codec.bound(frame)
+    >>> codec.decode(frame).view(np.float32)[[0, 3, 500]].tolist(), codec.bound_of_frame(frame)
     ([0.0, -3.0, inf], 0.25)
     """
 
@@ -247,8 +247,12 @@ class ThresholdSparse(Codec):  # type: ignore[misc]
             raise IntegrityError(f"frame is damaged: it keeps {done} elements, not {parameters.kept}")
         return target
 
+    def bound(self, buf: BufferLike) -> float:
+        """Return the largest error that encoding these raw bytes makes; costs as much as encoding."""
+        return self.bound_of_frame(self.encode(buf))
+
     @staticmethod
-    def bound(buf: BufferLike) -> float:
+    def bound_of_frame(buf: BufferLike) -> float:
         """Return the largest error of any finite element of a frame; IntegrityError as ``decode``."""
         frame = _read(byte_view(buf), None)
         return 0.0 if frame.kind == _DENSE else _Parameters.read(frame).bound
