@@ -1,10 +1,12 @@
 """Digests of the live weights at every save: at once for small models, in the window after it for large.
 
-For small models the optimizer states are hashed as well; for large ones the rotating proof looks at them.
+The optimizer states are hashed as well, for large models as far as window and processor share allow; the
+rotating proof looks at them in any case.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +23,8 @@ from stepwell.pipeline.watch import versions_of
 from stepwell.pipeline.workers import use_one_torch_thread
 
 __all__ = ["WeightDigests"]
+
+STATES_SHARE = 0.03  # of a processor
 
 
 class WeightDigests:
@@ -39,6 +43,8 @@ class WeightDigests:
         self._digester: Digester | None = None
         self._states = StateDigester(live, chunk_bytes)
         self._first = 0
+        self._began = time.monotonic()
+        self._states_s = 0.0
         self._pool = ThreadPoolExecutor(1, "stepwell-digest", initializer=use_one_torch_thread)
 
     @property
@@ -78,11 +84,30 @@ class WeightDigests:
         first, self._first = self._first, self._first + 1
 
         def read() -> object:
-            digest = eager or window.weights(digester, first=first % max(1, len(digester.layout.chunks)))
+            digest = eager
+            if digest is None:
+                digest = window.weights(digester, first=first % max(1, len(digester.layout.chunks)))
+                digest = replace(digest, states=self._states_in(window))
             then(window)
             return digest.to_json()
 
         return self._pool.submit(read)
+
+    def _states_in(self, window: DigestWindow) -> str | None:
+        """Hash the optimizer states too, while the window lasts and the share of a processor allows it."""
+        began = time.thread_time()
+        if not window.open or self._states_s > STATES_SHARE * (time.monotonic() - self._began):
+            return None
+        try:
+            states = self._states.digest()
+        except (RuntimeError, KeyError):
+            # The next update changes the state's dictionaries under our hands.
+            if window.open:
+                raise
+            return None
+        finally:
+            self._states_s += time.thread_time() - began
+        return states if window.undisturbed else None
 
     def run(self, work: Callable[[], None]) -> None:
         """Run `work` in the digests' thread, after those of earlier saves."""
