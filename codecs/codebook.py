@@ -202,7 +202,7 @@ class Codebook(Codec):  # type: ignore[misc]
             return np.empty(0)
         book = _Book.read(frame)
         radii = np.append(book.radii.astype(np.float64), np.zeros(RAW_CLASS + 1 - book.radii.size))
-        return np.where(book.raw, 0.0, book.scales * radii[book.classes] + _SMALLEST)
+        return np.where(book.scales > 0, book.scales * radii[book.classes] + _SMALLEST, 0.0)
 
 
 def _compose(coder: BlockCoder, block: int, level: int) -> Bytes:
@@ -219,15 +219,15 @@ def _compose(coder: BlockCoder, block: int, level: int) -> Bytes:
     largest = np.zeros(len(table))
     quantized = coder.classes != RAW_CLASS
     np.maximum.at(largest, coder.classes[quantized], coder.scales[quantized])
-    bound = float((largest * radii + _SMALLEST).max())
+    bound = float(np.where(largest > 0, largest * radii + _SMALLEST, 0.0).max())
     parameters = _PARAMETERS.pack(block, 0, _float_above(bound))
     return compose(_MAGIC, _CODEBOOK, 4 * coder.bits.size, parameters, sections)
 
 
 def _float_above(value: float) -> float:
     """Round a bound up to a float32; 0 being an entry, no error exceeds the largest one."""
-    if value >= _LARGEST:
-        return _LARGEST
+    if not 0 < value < _LARGEST:
+        return min(value, _LARGEST)
     return float(np.nextafter(np.float32(value), np.float32(_LARGEST)))
 
 
@@ -290,7 +290,8 @@ class _Book:
         raw = classes == RAW_CLASS
         # In this form a NaN is refused as well.
         sane = (np.abs(table[:, :ENTRIES]) <= 1).all() and (np.abs(table) <= 2).all()
-        if not (sane and (raw | (classes < shape_count)).all() and (scales >= 0).all()):
+        scaled = np.where(raw, scales == 0, scales >= 0)
+        if not (sane and (raw | (classes < shape_count)).all() and scaled.all()):
             raise IntegrityError("frame is damaged: an impossible codebook")
         if not np.isfinite(scales).all():
             raise IntegrityError("frame is damaged: a block has an impossible scale")

@@ -71,6 +71,8 @@ def fit_shapes(rows: Floats) -> Shapes:
     places += GRID_POINTS * classes[:, None]
     counts = np.bincount(places.reshape(-1), minlength=shape_count * GRID_POINTS)
     histograms = counts.reshape(shape_count, GRID_POINTS).astype(np.float64)
+    # A class that the sample missed gets the shape of all.
+    histograms += 1e-4 * histograms.sum(axis=0)
     entries = np.stack([_fit(histogram) for histogram in histograms])
     grid = np.arange(-GRID_HALF, GRID_HALF + 1) / GRID_HALF
     apart = np.abs(grid[None, :, None] - entries[:, None, :].astype(np.float64))
@@ -92,7 +94,7 @@ def _fit(histogram: npt.NDArray[np.float64]) -> Floats:
         borders = np.searchsorted(grid, (entries[1:] + entries[:-1]) / 2)
         borders = np.concatenate([[0], borders, [GRID_POINTS]])
         cell = np.diff(weight[borders])
-        entries = np.where(cell > 0, np.diff(moment[borders]) / np.maximum(cell, 1.0), entries)
+        entries = np.where(cell > 0, np.diff(moment[borders]) / np.where(cell > 0, cell, 1.0), entries)
     entries[np.abs(entries).argmin()] = 0.0
     fitted: Floats = np.clip(np.sort(entries), -1.0, 1.0).astype(np.float32)
     return fitted
