@@ -22,6 +22,7 @@ _SAMPLES = (512, 8192)  # the second only where the first holds mostly zeros
 _SAMPLE_MIN = 32
 _SAMPLE_MAX = 256
 _ANCHORS = 6
+_ENOUGH = 0.95  # of the samples: nothing better is looked for
 _MATCHES = 0.25  # of the samples: tensors summed in float32 may share a chunk with others
 # x and c are off by 2**-24 of themselves each and M is below 2**8: 2**-15, with a factor to spare.
 _TOLERANCE = 2.0**-13
@@ -48,11 +49,22 @@ def find_factor(values: _Values, hint: float | None = None) -> np.float32 | None
     usable = hint is not None and math.isfinite(hint) and 2.0**-100 < hint < 2.0**100
     exponent = math.frexp(hint)[1] if usable and hint is not None else 0
     tried = [np.float32(hint)] if usable and hint is not None else []
+    best, best_share = None, 0.0
     for factor in (*tried, np.float32(1)):
-        if _matches(samples, factor) >= _MATCHES:
+        share = _matches(samples, factor)
+        if share >= _ENOUGH:
             return factor
-    significand = _search(samples)
-    return None if significand is None else np.float32(math.ldexp(float(significand) / 2, exponent))
+        if share > best_share:
+            best, best_share = factor, share
+    # Values that fit by chance or by a common divisor do not end the search: the factor of the
+    # others may fit them all.
+    found = _search(samples)
+    if found is not None:
+        factor = np.float32(math.ldexp(float(found) / 2, exponent))
+        share = _matches(samples, factor)
+        if share > best_share:
+            best, best_share = factor, share
+    return best if best_share >= _MATCHES else None
 
 
 def _sample(values: _Values) -> _Values:

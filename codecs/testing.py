@@ -298,7 +298,10 @@ class LossyContract(CodecContract):
     def test_a_bound_is_stated_for_every_input(self) -> None:
         """Also for none at all, where it is zero."""
         assert self.codec().bound(b"") in (0.0, None)
-        bound = self.codec().bound(state_like(4000))
+        typical = state_like(4000)
+        if self.dtype == "bfloat16":
+            typical = np.ascontiguousarray(typical.view("<u2")[1::2]).view(np.uint8)
+        bound = self.codec().bound(typical)
         assert bound is None or bound > 0
 
     def test_what_comes_back_once_is_a_fixed_result(self) -> None:
