@@ -22,6 +22,7 @@ _SAMPLES = (512, 8192)  # the second only where the first holds mostly zeros
 _SAMPLE_MIN = 32
 _SAMPLE_MAX = 256
 _ANCHORS = 6
+_CHOOSING = 24  # samples among which the candidates are judged; 768 candidates each
 _ENOUGH = 0.95  # of the samples: nothing better is looked for
 _MATCHES = 0.25  # of the samples: tensors summed in float32 may share a chunk with others
 # x and c are off by 2**-24 of themselves each and M is below 2**8: 2**-15, with a factor to spare.
@@ -92,34 +93,40 @@ def _search(samples: _Values) -> np.float32 | None:
     anchors = np.unique(significands)
     anchors = anchors[:: max(1, anchors.size // _ANCHORS)][:_ANCHORS]
     candidates = _normal(anchors[:, None] * 128 / np.arange(128, 256)).reshape(-1)
-    # (candidates, 32 samples) is enough to choose, all samples then decide.
-    wholes, near = _multiples(significands[:: max(1, significands.size // 32)][:32], candidates)
-    scores = near.sum(axis=1, dtype=np.int64)
+    few = significands[:: max(1, significands.size // _CHOOSING)][:_CHOOSING]  # all of them decide below
+    scores = _near(_multiples(few, candidates)).sum(axis=1, dtype=np.int64)
     # Where all samples are multiples of some k, c * k explains them as well: the candidate that
     # leaves most of them odd is c itself.
-    best = np.lexsort((((wholes % 2 == 1) & near).sum(axis=1), scores))[-1]
-    if scores[best] < _MATCHES * near.shape[1]:
+    first = np.flatnonzero(scores == scores.max())
+    wholes = np.rint(_multiples(few, candidates[first]))
+    best = first[np.argmax((wholes % 2 == 1).sum(axis=1))]
+    if scores[best] < _MATCHES * few.size:
         return None
     return _refine(samples, significands, candidates[best])
 
 
 def _normal(values: _Significands) -> _Significands:
-    return np.where(values < 1, 2 * values, values)
+    """Bring values in (1/2, 2) to [1, 2), in place."""
+    return np.multiply(values, np.where(values < 1, 2.0, 1.0), out=values)
 
 
-def _multiples(
-    significands: _Significands, candidates: _Significands
-) -> tuple[_Significands, npt.NDArray[np.bool_]]:
-    """Return M of each value and candidate, (candidates, values), and where it is a whole number."""
-    multiples = 128 * _normal(significands[None, :] / candidates[:, None])
-    wholes = np.rint(multiples)
-    return wholes, np.abs(multiples - wholes) < _TOLERANCE
+def _multiples(significands: _Significands, candidates: _Significands) -> _Significands:
+    """Return M of each candidate and value, (candidates, values): whole numbers where it explains it."""
+    multiples = _normal(significands[None, :] / candidates[:, None])
+    return np.multiply(multiples, 128, out=multiples)
+
+
+def _near(multiples: _Significands) -> npt.NDArray[np.bool_]:
+    distances = np.rint(multiples)
+    np.subtract(distances, multiples, out=distances)
+    return np.abs(distances, out=distances) < _TOLERANCE
 
 
 def _refine(samples: _Values, significands: _Significands, candidate: float) -> np.float32 | None:
     """Find the last bits of the factor: every sample bounds it, and the few left are tried."""
-    wholes, near = _multiples(significands, np.array([candidate]))
-    multiples, bounded = wholes[0][near[0]] / 128, significands[near[0]]
+    found = _multiples(significands, np.array([candidate]))[0]
+    near = _near(found)
+    multiples, bounded = np.rint(found[near]) / 128, significands[near]
     # candidate * multiple is the value or, where it passed 2, twice the value.
     bounded = np.where(candidate * multiples > 1.5 * bounded, 2 * bounded, bounded)
     half = 2.0**-24 * np.where(bounded >= 2, 2, 1)  # half a unit in the last place
