@@ -180,6 +180,12 @@ class Proving:
         if tier is None or prover is None:
             return
         held = self._runner.held
+        if held:
+            # Where bases come faster than proofs, some go unproven: chains kept for the prover would
+            # fill the memory beyond the forecast.
+            what = f"steps {chain[0].link.step} to {chain[-1].link.step} from base {base.link.step}"
+            self._report(Verdict(Outcome.INCONCLUSIVE, what, "the proof before it is not done yet"))
+            return
         subjects = self._subjects
 
         def task() -> Verdict:

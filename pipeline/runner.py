@@ -341,8 +341,10 @@ class Runner:
         def removed(removal: Removal) -> None:
             return None
 
+        # What proofs read lies in memory; no other tier is held back by them.
+        held = () if tier.memory is None else tuple(self.held)
         try:
-            await reclaim(tier, self.inventory, self._lineage, held=tuple(self.held), removed=removed)
+            await reclaim(tier, self.inventory, self._lineage, held=held, removed=removed)
         except StoreError as error:
             self._events.failed(Series.BASE, self.inventory.newest() or Link("", 0), tier, error)
 

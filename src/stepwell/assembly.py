@@ -68,6 +68,7 @@ def assemble(
                 arena = _open_arena(config.arena_directory(tier), record.run, fresh=fresh)
                 opened.callback(arena.close)
                 built = MemoryStore(arena)
+                opened.callback(built.close)
             elif isinstance(tier, DirectoryTier):
                 built = stores[tier.label]
             else:
