@@ -7,7 +7,7 @@ only when that many newer bases are committed in the same tier.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepwell.pipeline.inventory import Lineage
@@ -31,7 +31,6 @@ def plan_retention(
     bases: Iterable[Link],
     *,
     keep: int,
-    pinned: Mapping[Link, str] | None = None,
 ) -> list[Removal]:
     """List what may be removed from one tier, oldest first.
 
@@ -43,8 +42,6 @@ def plan_retention(
         Everything committed in the tier.
     keep : int
         Chains that stay; at least 1.
-    pinned : mapping of Link to str, optional
-        Bases that stay whatever their age, with the reason.
 
     Returns
     -------
@@ -58,7 +55,7 @@ def plan_retention(
     if len(live) < keep:
         return []
     oldest = live[-keep]
-    stay = set(live[-keep:]) | (set(pinned or ()) & all_bases)
+    stay = set(live[-keep:])
     removals = [
         Removal(Series.STEP, link)
         for link in set(steps)

@@ -329,6 +329,7 @@ def test_every_step_that_no_tier_has_is_counted(run: Run, monkeypatch: pytest.Mo
     with run.open(job) as well:
         for step in range(3):
             with_outcome(saved(well, job, step), "directory")
+        assert well.latest_step() == 1  # also waits for the background to have told everything
         assert well.metrics().unprotected_steps == 1
         with pytest.raises(PermanentStoreError):
             well.check_for_errors()

@@ -1,0 +1,165 @@
+"""When a save counts in a tier: only where everything that it builds on is committed."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell.errors import NotCommittedError
+from stepwell.pipeline.handle import SaveHandle
+from stepwell.pipeline.tier import Tier
+from stepwell.stores.base import ObjectStore
+
+
+class Nothing:
+    """A store that nobody asks."""
+
+
+def new_tier() -> Tier:
+    store: ObjectStore = Nothing()  # type: ignore[assignment]
+    return Tier("disk", store)
+
+
+def begun() -> Tier:
+    """A tier with a committed base at step 0."""
+    tier = new_tier()
+    tier.base_expected(0, alone=True)
+    tier.base_written(0)
+    return tier
+
+
+def written(tier: Tier, step: int) -> SaveHandle:
+    handle = SaveHandle(step, ["disk"])
+    if not tier.hopeless(handle):
+        tier.step_written(handle)
+    return handle
+
+
+def state(handle: SaveHandle) -> str:
+    future = handle.future()
+    if not future.done():
+        return "waits"
+    return "counts" if future.exception() is None else "lost"
+
+
+def test_log_without_holes_counts_at_once() -> None:
+    tier = begun()
+    assert [state(written(tier, step)) for step in (1, 2, 3)] == ["counts"] * 3
+
+
+def test_saves_wait_for_the_first_base() -> None:
+    tier = new_tier()
+    tier.base_expected(0, alone=True)
+    waiting = [written(tier, step) for step in (1, 2)]
+    assert [state(one) for one in waiting] == ["waits", "waits"]
+    tier.base_written(0)
+    assert [state(one) for one in waiting] == ["counts", "counts"]
+
+
+def test_nothing_counts_while_no_base_is_on_its_way() -> None:
+    assert state(written(new_tier(), 1)) == "lost"
+
+
+def test_captured_state_stands_for_itself() -> None:
+    tier = new_tier()
+    tier.base_written(0)  # what the runner tells for one
+    assert state(written(tier, 0)) == "counts"
+    assert state(written(tier, 1)) == "counts"
+
+
+def test_save_after_a_lost_one_is_lost_until_a_base() -> None:
+    tier = begun()
+    tier.broken_at(5)
+    handle = written(tier, 6)
+    assert state(handle) == "lost"
+    with pytest.raises(NotCommittedError, match="step 6 is not committed in tier disk: an earlier save"):
+        handle.until()
+    assert not tier.reaches(5)
+    assert tier.reaches(4)
+    tier.base_expected(7, alone=False)
+    waiting = [written(tier, step) for step in (7, 8)]
+    assert [state(one) for one in waiting] == ["waits", "waits"]
+    tier.base_written(7)
+    assert [state(one) for one in (*waiting, written(tier, 9))] == ["counts"] * 3
+
+
+def test_save_from_before_the_hole_still_counts() -> None:
+    """Writes of a tier are in order, but a base is announced as soon as it is captured."""
+    tier = begun()
+    tier.base_expected(5, alone=True)
+    assert state(written(tier, 3)) == "counts"
+    assert state(written(tier, 4)) == "counts"
+    assert state(written(tier, 6)) == "waits"
+
+
+def test_base_alone_is_what_later_saves_build_on() -> None:
+    """No differential leads to it: without the base, step 6 would be acknowledged for nothing."""
+    tier = begun()
+    tier.base_expected(5, alone=True)
+    later = written(tier, 6)
+    tier.base_lost(5)
+    assert state(later) == "lost"
+    assert state(written(tier, 7)) == "lost"
+    tier.base_expected(8, alone=False)
+    assert state(written(tier, 7)) == "lost", "it lies in the hole for ever"
+    kept = written(tier, 8)
+    tier.base_written(8)
+    assert state(kept) == "counts"
+
+
+def test_base_beside_a_whole_log_changes_nothing() -> None:
+    tier = begun()
+    tier.base_expected(5, alone=False)
+    assert state(written(tier, 5)) == "counts"
+    tier.base_lost(5)
+    assert state(written(tier, 6)) == "counts"
+
+
+def test_differential_that_fails_beside_the_base_that_is_on_its_way() -> None:
+    """The base of the same step or a later one stands for it."""
+    tier = begun()
+    tier.base_expected(5, alone=True)
+    tier.broken_at(4)
+    later = written(tier, 6)
+    assert state(later) == "waits"
+    tier.base_written(5)
+    assert state(later) == "counts"
+    tier = begun()
+    tier.broken_at(3)
+    tier.base_expected(5, alone=False)
+    tier.broken_at(5)
+    later = written(tier, 6)
+    tier.base_written(5)
+    assert state(later) == "counts"
+
+
+def test_base_older_than_the_hole_does_not_close_it() -> None:
+    tier = begun()
+    tier.base_expected(3, alone=False)
+    tier.broken_at(5)
+    tier.base_written(3)
+    assert state(written(tier, 6)) == "lost"
+
+
+def test_second_hole_while_waiting_for_the_base_of_the_first() -> None:
+    tier = begun()
+    tier.broken_at(2)
+    tier.base_expected(4, alone=False)
+    waiting = written(tier, 4)
+    tier.broken_at(6)
+    assert state(waiting) == "lost", "not known to be whole while its base travels behind a new hole"
+    tier.base_written(4)
+    assert state(written(tier, 7)) == "lost"
+    tier.base_expected(8, alone=False)
+    tier.base_written(8)
+    assert state(written(tier, 9)) == "counts"
+
+
+def test_restored_tier_that_lacks_a_part_begins_with_the_next_base() -> None:
+    tier = new_tier()
+    tier.begin_later(11)
+    assert tier.reaches(10)
+    assert state(written(tier, 11)) == "lost"
+    tier.base_expected(12, alone=False)
+    kept = written(tier, 12)
+    tier.base_written(12)
+    assert state(kept) == "counts"
