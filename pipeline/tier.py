@@ -57,6 +57,7 @@ class Tier:
     hole_from: int = 0
     hole: bool = True
     _parked: list[SaveHandle] = field(default_factory=list)
+    _unreached: set[int] = field(default_factory=set)
 
     @property
     def memory(self) -> MemoryStore | None:
@@ -77,22 +78,25 @@ class Tier:
         """Acknowledge a differential, or hold the word back until the base it needs is committed."""
         if self.reaches(handle.step):
             handle.resolve(self.name)
-        elif not self.hopeless(handle):
+        elif self._may_come(handle.step):
             self._parked.append(handle)
+        else:
+            self._strand(handle)
 
     def reaches(self, step: int) -> bool:
         """Whether every save that one of `step` builds on is committed here."""
-        return self.needs_base is None or step < self.hole_from
+        return step not in self._unreached and (self.needs_base is None or step < self.hole_from)
 
     def hopeless(self, handle: SaveHandle) -> bool:
-        """Tell a save that lies in the hole, and can never count here, so; say whether it does."""
-        if self.reaches(handle.step):
-            return False
-        assert self.needs_base is not None
-        if handle.step >= self.needs_base and not self.hole:
+        """Tell a save that is yet to be written, and can never count here, so; say whether it does."""
+        if self.reaches(handle.step) or self._may_come(handle.step):
             return False
         handle.resolve(self.name, self._hole_error(handle.step))
         return True
+
+    def _may_come(self, step: int) -> bool:
+        """Whether the base that a save of `step` waits for is on its way."""
+        return not self.hole and self.needs_base is not None and step >= self.needs_base
 
     def base_written(self, step: int) -> None:
         """A base of `step`, or a save that stands for itself, is committed: all from there on counts."""
@@ -102,7 +106,10 @@ class Tier:
         self.hole = False
         parked, self._parked = self._parked, []
         for handle in parked:
-            handle.resolve(self.name, None if handle.step >= step else self._hole_error(handle.step))
+            if handle.step >= step:
+                handle.resolve(self.name)
+            else:
+                self._strand(handle)
 
     def base_lost(self, step: int) -> None:
         """A base of `step` did not arrive; if saves waited for it, they wait in vain."""
@@ -141,7 +148,12 @@ class Tier:
         self.needs_base = step
         parked, self._parked = self._parked, []
         for handle in parked:
-            handle.resolve(self.name, self._hole_error(handle.step))
+            self._strand(handle)
+
+    def _strand(self, handle: SaveHandle) -> None:
+        """A save that was written will never count: its evidence is there, what it builds on is not."""
+        self._unreached.add(handle.step)
+        handle.resolve(self.name, self._hole_error(handle.step))
 
     def _hole_error(self, step: int) -> NotCommittedError:
         return NotCommittedError(
