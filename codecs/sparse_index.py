@@ -184,7 +184,7 @@ def positions_from_bitmap(frame: Frame, count: int) -> Iterator[Positions]:
         merge_block(frame, index, block)
         for first in range(0, block.size, _ENTRIES // 8):
             bits = np.unpackbits(block[first : first + _ENTRIES // 8], bitorder="little")
-            positions = np.flatnonzero(bits)
+            positions = np.flatnonzero(bits.view(np.bool_))  # of booleans it is much faster
             positions += 8 * (start + first)
             if positions.size:
                 if int(positions[-1]) >= count:
