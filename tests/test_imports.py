@@ -171,3 +171,9 @@ def test_import_starts_nothing() -> None:
         "print(threading.active_count(), len(multiprocessing.active_children()))"
     )
     assert run_fresh(code).split() == ["1", "0"]
+
+
+def test_no_module_shadows_a_public_name() -> None:
+    """A module ``stepwell.view`` would stand where the function belongs as soon as anybody imports it."""
+    modules = {name.removeprefix("stepwell.") for name in MODULES}
+    assert not modules & set(PUBLIC)

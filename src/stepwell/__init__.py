@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from stepwell.pipeline.handle import SaveHandle as Handle
     from stepwell.pipeline.outcome import Metrics, Restored, SaveRecord
     from stepwell.sync import SyncWell, open_sync
-    from stepwell.view import view
+    from stepwell.viewing import view
     from stepwell.well import AsyncHandle, Well, open
 
 __all__ = [
@@ -84,7 +84,7 @@ _HOMES = {
     "load_config": ("stepwell.config", "load_config"),
     "open": ("stepwell.well", "open"),
     "open_sync": ("stepwell.sync", "open_sync"),
-    "view": ("stepwell.view", "view"),
+    "view": ("stepwell.viewing", "view"),
 }
 
 

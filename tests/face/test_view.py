@@ -15,7 +15,7 @@ from zarr.core.sync import sync
 import stepwell
 from stepwell.errors import IntegrityError, NotCommittedError, PermanentStoreError
 from stepwell.stores.keys import encode_name
-from stepwell.view import View, view
+from stepwell.viewing import View, view
 
 Snapshot = Mapping[str, torch.Tensor]
 
