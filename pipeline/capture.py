@@ -337,6 +337,7 @@ class Capture:
             stall_limit_s=self.stall_limit_s,
             chunk_bytes=self._chunk_bytes,
             clock=self._clock,
+            label=self.live.label,
             opaque=opaque,
         )
 

@@ -2,6 +2,8 @@
 
 ``none`` passes chunks on. ``ordered_delta`` tells a chunk of a captured state against the same
 chunk of the previous save, as differences of ordered integers (exact for every bit pattern).
+``difference`` tells it against what the reader has, as differences of numbers that the lossy stages
+after it take on (``stepwell.pipeline.loop``).
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import xxhash
 
 from stepwell.codecs.ordered_delta import decode_difference, encode_difference
 from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, Encoding, Kind, StageContext
+from stepwell.pipeline.layout import ITEM_BYTES
+from stepwell.pipeline.loop import DIFFERENCE, Loop, add_difference
 
-__all__ = ["NoDelta", "OrderedDeltaStage", "delta_stage"]
+__all__ = ["DifferenceStage", "NoDelta", "OrderedDeltaStage", "delta_stage"]
 
 CODEC = "stepwell.ordered_delta"
 
@@ -99,6 +104,59 @@ class OrderedDeltaStage:
             self._reference[chunk.key] = (chunk.layout, chunk.raw_bytes, kept[2])
         else:
             self._reference[chunk.key] = (chunk.layout, chunk.raw_bytes, chunk.buffer.copy())
+
+
+class DifferenceStage(OrderedDeltaStage):
+    """Difference against what the reader of the save will have.
+
+    Forward, a chunk that a lossy stage is to take on becomes x - x^ in float32; all others, and all of a
+    save that a base goes along with, become exact differences of ordered integers. Back, it undoes both.
+
+    Parameters
+    ----------
+    loop : Loop or None
+        None: for reading only.
+    """
+
+    name = "delta: difference"
+
+    def __init__(self, loop: Loop | None = None) -> None:
+        super().__init__()
+        self.loop = loop
+
+    async def save(self, chunk: Chunk, context: StageContext) -> Chunk:
+        """Push a difference where there is something to tell it against."""
+        loop = self.loop
+        if loop is None or not chunk.key.startswith("state/") or not loop.told(chunk):
+            return chunk
+        return await context.run(lambda: loop.difference(chunk))
+
+    async def recover(self, chunk: Chunk, context: StageContext) -> Chunk:
+        """Pop the difference, if one is there; remember the result as the next reference.
+
+        Raises
+        ------
+        IntegrityError
+            A difference whose reference is not there, or is not the one it was taken from.
+        """
+        if not chunk.encodings or chunk.encodings[-1].get("id") != DIFFERENCE:
+            return await super().recover(chunk, context)
+        about = f"step {chunk.step}, chunk {chunk.key}"
+        kept = self._reference.get(chunk.key)
+        if kept is None or kept[1] != chunk.raw_bytes or chunk.dtype not in ("float32", "bfloat16"):
+            raise IntegrityError(f"{about}: the save it is told against was not read")
+        if chunk.buffer.nbytes != 4 * (chunk.raw_bytes // ITEM_BYTES[chunk.dtype]):
+            raise IntegrityError(f"{about}: a difference of {chunk.buffer.nbytes} bytes does not fit")
+
+        def add() -> Bytes:
+            if xxhash.xxh3_64_hexdigest(kept[2].data) != chunk.encodings[-1].get("of"):
+                raise IntegrityError(f"{about}: what was read before is not what it is told against")
+            return add_difference(kept[2], chunk.buffer, chunk.dtype)
+
+        buffer = await context.run(add)
+        chunk = replace(chunk, buffer=buffer, encodings=chunk.encodings[:-1])
+        await context.run(lambda: self._remember(chunk))
+        return chunk
 
 
 def delta_stage(kind: str) -> ChunkStage:

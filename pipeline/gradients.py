@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from stepwell.errors import DeadlineError, NoSpaceError, UsageError
 from stepwell.pipeline.copier import Copier
 from stepwell.pipeline.hooks import OptimizerTap
+from stepwell.pipeline.layout import TensorSpec
 from stepwell.pipeline.plan import CHUNK_BYTES
 from stepwell.pipeline.replayable import hidden_from_compilers
 from stepwell.pipeline.slots import Region, Slot, SlotPool
@@ -82,6 +83,8 @@ class GradientTap:
     chunk_bytes : int
     clock : callable
         Monotonic seconds.
+    label : callable, optional
+        What to add to the group of a gradient, so that a chunk holds one class only.
     opaque : str, optional
         Begin without gradients, for this reason: only count updates. No memory is reserved.
 
@@ -108,9 +111,11 @@ class GradientTap:
         stall_limit_s: float = 60.0,
         chunk_bytes: int = CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        label: Callable[[TensorSpec], str] | None = None,
         opaque: str | None = None,
     ) -> None:
         self.updates_begun = 0
+        self.label = label
         self.opaque = opaque
         self.waited_s = 0.0
         self.blocked_s = 0.0

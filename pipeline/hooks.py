@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, cast
@@ -94,6 +95,8 @@ class OptimizerTap:
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         specs, indices = gradient_specs(name, optimizer, parameter_names)
+        if owner.label is not None:
+            specs = [replace(spec, group=spec.group + owner.label(spec)) for spec in specs]
         self.plan = CopyPlan(gradient_layout(specs, chunk_bytes=chunk_bytes))
         self._all_parts = tuple(range(len(self.plan.layout.chunks)))
         self._encoder = GroupEncoder(name, indices)

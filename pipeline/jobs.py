@@ -40,6 +40,10 @@ class StepJob:
         The digest of the weights; waited for before the pack is closed.
     environment : mapping
         JSON, for the manifest.
+    after_base : bool
+        The save before had a base beside it, or there is none in this life.
+    with_base : bool
+        A base of the same save goes along.
     """
 
     link: Link
@@ -52,6 +56,8 @@ class StepJob:
     release: Callable[[], None]
     digest: concurrent.futures.Future[object]
     environment: Mapping[str, object] = field(default_factory=dict)
+    after_base: bool = True
+    with_base: bool = False
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ the same objects.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -53,6 +54,8 @@ class LiveState:
         mapping if it is mutable, and returned.
     rng : bool
         Include the global generators of torch, CUDA, numpy and Python.
+    label : callable, optional
+        What to add to the group of a parameter: those of other labels never share a chunk with it.
 
     Attributes
     ----------
@@ -77,8 +80,10 @@ class LiveState:
         extra: Mapping[str, object] | None = None,
         *,
         rng: bool = True,
+        label: Callable[[TensorSpec], str] | None = None,
     ) -> None:
         self._model = model
+        self.label = label
         self._named_optimizers = normalize_optimizers(optimizers)
         self.extra: Mapping[str, object] = {} if extra is None else extra
         self.rng = rng
@@ -221,7 +226,10 @@ class LiveState:
 
     def _spec(self, ref: ParameterRef) -> TensorSpec:
         group = "" if ref.optimizer < 0 else f"{self.optimizers[ref.optimizer].name}:{ref.group}"
-        return spec_of(ref.name, ref.tensor, Kind.WEIGHT, group)
+        spec = spec_of(ref.name, ref.tensor, Kind.WEIGHT, group)
+        if self.label is None or not group:
+            return spec
+        return replace(spec, group=group + self.label(spec))
 
     def _check_shapes(self) -> None:
         """Assigning to ``.data`` may have changed a parameter's shape or dtype under its name."""

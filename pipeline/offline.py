@@ -26,12 +26,13 @@ from stepwell.pipeline.digest import Digest
 from stepwell.pipeline.digester import XXH3_64, Digester
 from stepwell.pipeline.flow import recover_chunk
 from stepwell.pipeline.layout import ITEM_BYTES, Layout, LayoutChunk, Piece, TensorSpec
+from stepwell.pipeline.loop import is_lossy
 from stepwell.pipeline.offline_entry import Entry, Here, Recent, Tally, tree_of
 from stepwell.pipeline.offline_replay import OptimizerLog, named_states, optimizer_name, why_whole
 from stepwell.pipeline.plan import pieces_by_tensor
+from stepwell.pipeline.reading import reading_stages
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replaying import RecordedUpdate, replay_updates, updates_of
-from stepwell.pipeline.shard import Shard
 from stepwell.pipeline.source import SaveSource, StepSource
 from stepwell.pipeline.tree import JsonValue
 from stepwell.pipeline.update import environment_of
@@ -183,7 +184,7 @@ class OfflineState:
             optimizers=ordered,
             weights=collected.by_name,
             states={"": {}, **states},
-            stages=(self._tally, Shard()),
+            stages=reading_stages([self._tally]),
             context=Here(),
             environment=environment_of,
         )
@@ -195,6 +196,8 @@ class OfflineState:
     async def _read_digest(self, step: StepSource) -> None:
         if step.manifest.digest is None:
             return
+        if any(is_lossy(row.encodings) for each in self._entry.follow for row in each.rows.values()):
+            return  # rebuilt weights are not those that were saved
         digest = Digest.from_json(step.manifest.digest)
         try:
             self._digested = await self._source.layout(digest.layout)
@@ -274,7 +277,8 @@ class _Aux:
     async def _chunk(self, part: int) -> Bytes:
         found = self.recent.find(part)
         if found is None:
-            chunk = await recover_chunk(await self.step.chunk(f"aux/{part}"), (self.tally, Shard()), Here())
+            stages = reading_stages([self.tally])
+            chunk = await recover_chunk(await self.step.chunk(f"aux/{part}"), stages, Here())
             if chunk.layout != self.layout.hash or chunk.raw_bytes != self.layout.chunks[part].size_bytes:
                 raise IntegrityError(f"step {self.step.link.step}: aux chunk {part} is of another layout")
             found = self.recent.keep(part, chunk.buffer, chunk.buffer.nbytes)

@@ -11,12 +11,11 @@ import numpy as np
 from stepwell.errors import FormatError, IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk
 from stepwell.pipeline.chain import Chain
-from stepwell.pipeline.delta import OrderedDeltaStage
 from stepwell.pipeline.flow import recover_chunk
 from stepwell.pipeline.layout import ITEM_BYTES, Layout
 from stepwell.pipeline.pack import base_chunk_key
 from stepwell.pipeline.plan import pieces_by_tensor
-from stepwell.pipeline.shard import Shard
+from stepwell.pipeline.reading import reading_stages
 from stepwell.pipeline.source import BaseSource, SaveSource, StepSource
 from stepwell.pipeline.tree import JsonValue
 
@@ -165,12 +164,12 @@ class Entry:
         key, first = base_chunk_key(part), len(self._states) - 1
         while first >= 0 and _is_difference(self._states[first], key):
             first -= 1
-        delta, context = OrderedDeltaStage(), Here()
+        stages, context = reading_stages([self._tally]), Here()
         if first < 0:
-            await delta.recover(await self._reference(part), context)
+            await recover_chunk(await self._reference(part), stages[1:], context)
         chunk: Chunk | None = None
         for step in self._states[max(first, 0) :]:
-            chunk = await recover_chunk(await step.chunk(key), (self._tally, delta, Shard()), context)
+            chunk = await recover_chunk(await step.chunk(key), stages, context)
         assert chunk is not None
         if chunk.layout != self.layout.hash or chunk.part != part:
             raise IntegrityError(f"step {chunk.step}: chunk {key} is of another layout than its step")

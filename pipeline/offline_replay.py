@@ -19,8 +19,8 @@ from stepwell.pipeline.offline_entry import Entry, Here, Recent, Tally
 from stepwell.pipeline.parts import part_gradients
 from stepwell.pipeline.plan import pieces_by_tensor
 from stepwell.pipeline.private import ELEMENTWISE_STATE, SCALAR_STATE, is_elementwise, optimizer_class
+from stepwell.pipeline.reading import reading_stages
 from stepwell.pipeline.replaying import RecordedUpdate, decoded_gradient
-from stepwell.pipeline.shard import Shard
 from stepwell.pipeline.tree import JsonValue
 
 __all__ = ["Named", "OptimizerLog", "named_states", "optimizer_name", "why_whole"]
@@ -171,7 +171,7 @@ class OptimizerLog:
         self._layout = layout
         self._updates = updates
         self._states = states
-        self._tally = tally
+        self._stages = reading_stages([tally])
         self._checked = checked
         self._class = optimizer_class(updates[0].record.class_name)
         self._decoded = [DecodedUpdate.decode(update.record, self._class) for update in updates]
@@ -221,7 +221,7 @@ class OptimizerLog:
         for first, gradients in self._batches(part):
             views = []
             for update in gradients:
-                buffer = await decoded_gradient(update, part, (self._tally, Shard()), Here())
+                buffer = await decoded_gradient(update, part, self._stages, Here())
                 views.append(None if buffer is None else part_gradients(self._layout, part, buffer))
 
             def gradient_of(

@@ -80,6 +80,9 @@ class Proving:
         Makes fresh chunk stages, in saving order, to read packs back.
     distrust : callable
         Told, from any thread, why gradients must not be relied on any more.
+    exact : bool
+        Packs hold what was captured. If they do not, reading them back proves nothing, and only the
+        rotation goes on, which compares with what capture itself holds.
     """
 
     def __init__(
@@ -90,7 +93,10 @@ class Proving:
         digests: WeightDigests,
         stages: Callable[[], Sequence[ChunkStage]],
         distrust: Callable[[str], None],
+        *,
+        exact: bool = True,
     ) -> None:
+        self._exact = exact
         self._live = live
         self._capture = capture
         self._runner = runner
@@ -177,7 +183,7 @@ class Proving:
     def _prove(self, base: _Saved, chain: list[_Saved], target: _Saved | None) -> None:
         """Have a chain proven: against a new base, or against the digest of its last save."""
         tier, prover = self._tier, self._prover
-        if tier is None or prover is None:
+        if tier is None or prover is None or not self._exact:
             return
         held = self._runner.held
         if held:

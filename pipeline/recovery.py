@@ -31,6 +31,7 @@ from stepwell.pipeline.flow import recover_chunk
 from stepwell.pipeline.keys import Series
 from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.live import LiveState
+from stepwell.pipeline.loop import is_lossy
 from stepwell.pipeline.pack import base_chunk_key
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replay import State
@@ -51,6 +52,7 @@ class Outcome:
     chain: Chain
     tier: str
     exact: bool
+    bound: float | None
     updates: int
     returned: Mapping[str, object]
 
@@ -151,9 +153,13 @@ class Recovery:
         load = partial(self.live.load_by, tree, specs, self._bridged(lookup))
         returned = await self._context.run(load)
         replayed = await self._replay(whole.follow)
-        exact = await self._judge(chain, whole, steps, replayed)
         tier = whole.tier
-        return Outcome(chain, tier, exact, replayed.updates, returned)
+        if whole.lossy or any(_lost_something(step) for step in whole.follow):
+            # Its weights are not those of the save and have no digest here; checksums were compared.
+            bound = None if whole.follow else whole.bound
+            return Outcome(chain, tier, False, bound, replayed.updates, returned)
+        exact = await self._judge(chain, whole, steps, replayed)
+        return Outcome(chain, tier, exact, 0.0 if exact else None, replayed.updates, returned)
 
     async def _replay(self, steps: Sequence[StepSource]) -> Replayed:
         if not steps:
@@ -281,6 +287,10 @@ class _Whole:
         Gradient differentials to replay on top.
     link : Link
     tier : str
+    lossy : bool
+        Something in it does not come back as it was saved.
+    bound : float or None
+        How far an element may then be from the one saved.
     """
 
     def __init__(self, recovery: Recovery, chain: Chain, steps: Sequence[StepSource]) -> None:
@@ -300,6 +310,8 @@ class _Whole:
         self.tree: Tree = {}
         self.tier = ""
         self.link = steps[last].link if states else cast(Link, chain.base)
+        self.lossy = bool(states) and _lost_something(steps[last])
+        self.bound = _bound_of(steps[last].header) if self.lossy else None
 
     async def prepare(self) -> None:
         """Open the base, or decode the captured states up to the last."""
@@ -374,6 +386,15 @@ class _Whole:
                 _place(self._run, layout, part, raw)
         last = self._states[-1]
         self.tree, self.tier = _tree_of(last.header, f"step {last.link.step}"), last.tier
+
+
+def _lost_something(step: StepSource) -> bool:
+    return any(is_lossy(row.encodings) for row in step.rows.values())
+
+
+def _bound_of(header: Mapping[str, object]) -> float | None:
+    bound = header.get("bound")
+    return float(bound) if isinstance(bound, int | float) and not isinstance(bound, bool) else None
 
 
 def _tree_of(header: Mapping[str, object], what: str) -> Tree:

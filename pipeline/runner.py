@@ -25,6 +25,7 @@ from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.inventory import Inventory, Lineage
 from stepwell.pipeline.jobs import BaseJob, Job, StepJob
 from stepwell.pipeline.keys import Series, pack_key
+from stepwell.pipeline.loop import loop_of
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack import Packed, PackIdentity, PackKind
 from stepwell.pipeline.reclaim import reclaim
@@ -111,6 +112,7 @@ class Runner:
         self.tiers = list(tiers)
         self.chunk_stages = [*chunk_stages, shard]
         self.shard = shard
+        self._closed_loop = loop_of(chunk_stages)
         self.inventory = inventory
         self.replicate = Replicate(retry_for_s)
         self.commit = Commit(self.replicate)
@@ -220,6 +222,8 @@ class Runner:
             try:
                 encoded = await self._encode(job)
             except StepwellError as error:
+                if self._closed_loop is not None:
+                    self._closed_loop.abort()
                 self.failed(Series.STEP, job.link, None, error, job.handle)
                 self._settle()
                 continue
@@ -237,6 +241,9 @@ class Runner:
                 chunk = replace(chunk, buffer=await self._workers.run(chunk.buffer.copy))
             chunks.append(chunk)
 
+        loop = self._closed_loop
+        if loop is not None:
+            loop.begin(job.layouts, after_base=job.after_base, with_base=job.with_base)
         try:
             await flow(job.chunks(), self.chunk_stages, collect, self._workers, self._budget)
         finally:
@@ -249,7 +256,8 @@ class Runner:
         )
 
         def pack() -> Packed:
-            return self.shard.pack(identity, {**job.header(), "digest": digest}, chunks)
+            about = {} if loop is None else loop.header()
+            return self.shard.pack(identity, {**job.header(), "digest": digest, **about}, chunks)
 
         packed = await self._workers.run(pack)
         contained = job.kind is PackKind.STATE and not any(

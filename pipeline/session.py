@@ -26,7 +26,6 @@ from stepwell.errors import (
 )
 from stepwell.pipeline.base import ChunkStage
 from stepwell.pipeline.capture import Capture, Mode
-from stepwell.pipeline.delta import NoDelta, OrderedDeltaStage
 from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.forks import at_fork
 from stepwell.pipeline.gate import Gate
@@ -36,8 +35,10 @@ from stepwell.pipeline.keys import STEPS, Series
 from stepwell.pipeline.ledger import Ledger
 from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.lives import Lives
+from stepwell.pipeline.loop import loop_of
 from stepwell.pipeline.outcome import Metrics, Restored, SaveRecord
 from stepwell.pipeline.proving import Proving
+from stepwell.pipeline.reading import reading_stages
 from stepwell.pipeline.records import Link, RunRecord
 from stepwell.pipeline.recovery import Outcome, Recovery
 from stepwell.pipeline.regions import BaseRegions, Regions
@@ -133,10 +134,12 @@ class Session:
         stall_limit_s = 0.0 if options.skip else options.stall_limit_s
         self._bases = BaseRegions(self._regions, stall_limit_s, self._background.submit)
         self._digests = WeightDigests(live, options.chunk_bytes)
+        chunk_stages = stages()
+        self._closed_loop = loop_of(chunk_stages)
         self._runner = Runner(
             run=record.run,
             tiers=self.tiers,
-            chunk_stages=stages(),
+            chunk_stages=chunk_stages,
             shard=Shard(),
             inventory=Inventory(),
             events=self.ledger,
@@ -179,6 +182,7 @@ class Session:
             self._digests,
             self._reading_stages,
             self.ledger.distrust,
+            exact=self._closed_loop is None,
         )
         self._submission = Submission(
             self._runner,
@@ -303,7 +307,7 @@ class Session:
             step=target.step,
             tier=outcome.tier,
             exact=outcome.exact,
-            bound=0.0 if outcome.exact else None,
+            bound=outcome.bound,
             seconds=time.monotonic() - began,
             lost_steps=lost,
             incarnation=target.incarnation,
@@ -462,9 +466,8 @@ class Session:
         return self._capture, self._submission
 
     def _reading_stages(self) -> list[ChunkStage]:
-        """Make fresh stages for reading: what was saved decides, so a difference can always be undone."""
-        stages = self._stages()
-        return [OrderedDeltaStage() if isinstance(stage, NoDelta) else stage for stage in stages] + [Shard()]
+        """Make fresh stages for reading: what was saved decides, so everything of ours can be undone."""
+        return reading_stages(self._stages())
 
     def _check_usable(self) -> None:
         self._check_owner()
@@ -543,6 +546,7 @@ class Session:
         """Lead the log on from a restored save, if that is sound; else the next save is a base."""
         self._last_step = outcome.chain.target.step
         if not outcome.exact:
+            self.ledger.want_base("what was restored is not exactly what was saved")
             return
         chain = outcome.chain
         base_bytes, log_bytes = self._wait(self._lives.adopt(chain))
@@ -571,12 +575,18 @@ class Session:
             self._arena.remove()
 
     def _forecast_bytes(self) -> dict[str, int]:
-        """Memory the arena takes: slots, bases kept and one in the making, log."""
+        """Memory of the arena (slots, bases kept and one in the making, log), and of a closed loop."""
         base = self.ledger.base_bytes
         keep = max((tier.keep for tier in self.tiers if tier.memory is not None), default=0)
         capture = 0 if self._capture is None else self._capture.memory_bytes
-        return {
+        forecast = {
             "capture_slots": capture,
             "bases": (keep + 1) * base,
             "log": int(keep * self.options.log_budget * base) + capture,
         }
+        if self._closed_loop is not None:
+            gradient = self._capture is not None and self._capture.mode == "gradient"
+            forecast["closed_loop"] = self._closed_loop.forecast_bytes(
+                self.live.trained_specs, gradient=gradient
+            )
+        return forecast

@@ -44,6 +44,7 @@ class Submission:
         self._stage = CaptureStage(ready_timeout_s)
         self._proving = proving
         self._environment: dict[str, object] = dict(environment_of("cpu"))
+        self._after_base = True
 
     def submit(self, link: Link, handle: SaveHandle, captured: CapturedSave, previous: Link | None) -> None:
         """Hand a save over; its slots and region are given back by the runner, whatever happens.
@@ -63,6 +64,7 @@ class Submission:
             self._runner.submit(self._base_job(link, handle, base, digest, alone, release))
         if not alone:
             self._runner.submit(self._step_job(link, handle, captured, previous, digest))
+        self._after_base = base is not None
 
     def _step_job(
         self,
@@ -87,6 +89,8 @@ class Submission:
             release=captured.release,
             digest=digest,
             environment=self._environment,
+            after_base=self._after_base,
+            with_base=captured.base is not None,
         )
 
     def _base_job(

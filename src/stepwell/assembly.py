@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import cast
 
 from stepwell.config import Config, DirectoryTier, MemoryTier, PluginTier, load_config
+from stepwell.config.lossy import Quantization, Sparsity, kinds_of_rule
 from stepwell.errors import ConfigError, FormatError, IntegrityError, MissingObjectError, UsageError
-from stepwell.pipeline.base import ChunkStage
-from stepwell.pipeline.delta import delta_stage
+from stepwell.pipeline.base import ChunkStage, Kind
+from stepwell.pipeline.choice import SMALL_ELEMENTS, Choices, Policy, Rule
+from stepwell.pipeline.delta import DifferenceStage, delta_stage
 from stepwell.pipeline.keys import INCARNATION_PREFIX, RUN_RECORD
 from stepwell.pipeline.live import LiveState
+from stepwell.pipeline.loop import Loop
+from stepwell.pipeline.quantize import Quantize
 from stepwell.pipeline.records import IncarnationRecord, RunRecord
 from stepwell.pipeline.session import Session, SessionOptions
+from stepwell.pipeline.sparsify import Sparsify
 from stepwell.pipeline.tier import OnError, Tier
 from stepwell.stores.arena import Arena
 from stepwell.stores.base import ObjectStore
@@ -49,7 +54,9 @@ def assemble(
         See `stepwell.open_sync`.
     """
     config = load_config(source, overrides)
-    live = LiveState(model, optimizer, extra, rng=config.rng)
+    choices = _choices(config)
+    label = None if choices is None else choices.label
+    live = LiveState(model, optimizer, extra, rng=config.rng, label=label)
     with ExitStack() as opened:
         stores: dict[str, FileStore] = {}
         for tier in config.tiers:
@@ -176,13 +183,22 @@ def _plugin_store(tier: PluginTier) -> ObjectStore:
 
 
 def _chunk_stages(config: Config) -> list[ChunkStage]:
-    """Make the chunk stages of the configured pipeline, in order."""
+    """Make the chunk stages of the configured pipeline, in order; lossy ones share one loop."""
+    choices = _choices(config)
+    loop = None if choices is None else Loop(choices)
     stages: list[ChunkStage] = []
     for stage in config.pipeline:
         if stage.name == "delta":
-            stages.append(delta_stage(str(stage.setting)))
+            told = stage.setting == "difference"
+            stages.append(DifferenceStage(loop) if told else delta_stage(str(stage.setting)))
+        elif stage.name == "quantize" and stage.setting != "none":
+            quantize = Quantization.of(stage.setting)
+            stages.append(Quantize(loop, eps=quantize.eps, block=quantize.block))
+        elif stage.name == "sparsify" and stage.setting != "none":
+            sparsify = Sparsity.of(stage.setting)
+            stages.append(Sparsify(loop, rate=sparsify.rate, values=sparsify.values, eps=sparsify.eps))
         elif stage.name in ("capture", "quantize", "sparsify", "shard", "replicate", "commit"):
-            continue  # quantize and sparsify know only "none" as yet; the others are no chunk stages
+            continue  # nothing to do with chunks, or nothing to do
         else:
             (entry,) = entry_points(group="stepwell.stages", name=stage.name)
             made = cast("Callable[[object], object]", entry.load().from_config)(stage.setting)
@@ -190,6 +206,39 @@ def _chunk_stages(config: Config) -> list[ChunkStage]:
                 raise ConfigError(f"pipeline: {entry.value} made a {type(made).__name__}, not a chunk stage")
             stages.append(made)
     return stages
+
+
+_KINDS = {
+    "gradient": Kind.GRADIENT,
+    "weight": Kind.WEIGHT,
+    "momentum": Kind.MOMENT1,
+    "variance": Kind.MOMENT2,
+}
+
+
+def _choices(config: Config) -> Choices | None:
+    """Return what decides over the lossy stages; None where the pipeline has none."""
+    settings = {stage.name: stage.setting for stage in config.pipeline}
+    quantize = Quantization.of(settings.get("quantize", "none"))
+    sparsify = Sparsity.of(settings.get("sparsify", "none"))
+    difference = settings.get("delta") == "difference"
+    if not (quantize.kinds or quantize.rules or sparsify.on or difference):
+        return None
+    # Gradients made sparse are sound only where the trainer trains on them: never chosen adaptively.
+    sparse = {Kind.WEIGHT} if sparsify.adaptive else {Kind.WEIGHT, Kind.GRADIENT} if sparsify.on else set()
+    rules = []
+    for pattern, rule in (quantize.rules or {}).items():
+        by_kind = dict.fromkeys(kinds_of_rule(rule), rule) if isinstance(rule, str) else rule
+        rules.append(Rule(pattern, {_KINDS[kind]: treatment for kind, treatment in by_kind.items()}))
+    return Choices(
+        Policy(
+            treatments={_KINDS[kind]: name for kind, name in quantize.kinds.items() if name != "none"},
+            sparse=frozenset(sparse),
+            small_elements=SMALL_ELEMENTS if quantize.small is None else quantize.small,
+            difference=difference,
+            rules=tuple(rules),
+        )
+    )
 
 
 def _options(config: Config) -> SessionOptions:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from stepwell.config import Config, DirectoryTier, MemoryTier, PluginTier, load_config, show_config
 from stepwell.config import faults as config_faults
+from stepwell.config.presets import PRESETS
 from stepwell.errors import ConfigError
 
 TIERS: list[object] = [{"kind": "memory"}, {"kind": "directory", "path": "checkpoints"}]
@@ -195,7 +197,18 @@ def test_anchors_merge_keys_and_exponents_work(tmp_path: Path) -> None:
         (["capture", "commit", "shard", "replicate"], "wrong order"),
         (["capture", "delta", "delta", "shard", "replicate", "commit"], '"delta" is there twice'),
         (["capture", {"delta": "ordered_delta"}, "shard", "replicate", "commit"], "needs capture: state"),
-        (["capture", {"quantize": "int8"}, "shard", "replicate", "commit"], '"quantize" takes none'),
+        (["capture", {"quantize": "int9"}, "shard", "replicate", "commit"], 'mean "int8"'),
+        (["capture", {"quantize": {"wieght": "int8"}}, "shard", "replicate", "commit"], 'mean "weight"'),
+        (["capture", {"quantize": {"variance": "int8"}}, "shard", "replicate", "commit"], "or log_quant"),
+        (["capture", {"quantize": {"eps": 0}}, "shard", "replicate", "commit"], "eps cannot be 0"),
+        (["capture", {"quantize": {"rules": ["x"]}}, "shard", "replicate", "commit"], "rules map patterns"),
+        (
+            ["capture", {"quantize": {"rules": {"*": "sparse"}}}, "shard", "replicate", "commit"],
+            "but sparsify is none",
+        ),
+        (["capture", {"sparsify": {"rate": 0.6}}, "shard", "replicate", "commit"], "rate cannot be 0.6"),
+        (["capture", {"sparsify": 0.1}, "shard", "replicate", "commit"], "such as {rate: 0.1}"),
+        ([{"capture": "state"}, {"quantize": "int8"}, "shard", "replicate", "commit"], "delta: difference"),
         ([{"capture": "state", "delta": "none"}, "shard", "replicate", "commit"], "one name to its setting"),
         ([3, "shard", "replicate", "commit"], "a stage is a name"),
         ([], "missing: capture"),
@@ -203,6 +216,28 @@ def test_anchors_merge_keys_and_exponents_work(tmp_path: Path) -> None:
 )
 def test_a_pipeline_that_cannot_run(pipeline: list[object], what: str) -> None:
     assert what in "\n".join(faults_of({"tiers": TIERS, "pipeline": pipeline}))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_list_of_stages_that_can_be_shown_and_written(preset: str) -> None:
+    config = load_config({"tiers": TIERS, "preset": preset})
+    written = config.model_copy(update={"preset": "exact"})
+    assert [stage.written for stage in config.pipeline] == list(PRESETS[preset])
+    assert load_config({"tiers": TIERS, "pipeline": list(PRESETS[preset])}).pipeline == config.pipeline
+    shown = yaml.safe_load(show_config(config))
+    assert (shown["preset"], shown["pipeline"]) == (preset, list(PRESETS[preset]))
+    assert load_config(shown) == config
+    assert load_config(written, {"preset": preset}) == config
+
+
+def test_a_pipeline_of_ones_own_comes_before_the_preset() -> None:
+    stages = ["capture", "shard", "replicate", "commit"]
+    config = load_config({"tiers": TIERS, "preset": "compact", "pipeline": stages})
+    assert config.stage("quantize") is None
+
+
+def test_an_unknown_preset() -> None:
+    assert 'did you mean "compact"' in faults_of({"tiers": TIERS, "preset": "compct"})[1]
 
 
 def test_stages_left_out_are_none() -> None:

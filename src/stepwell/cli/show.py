@@ -41,6 +41,8 @@ class TensorRow:
         is divided among them by their raw bytes.
     count : int
         How many updates hold it.
+    choices : set of str
+        What a lossy pipeline keeps it as, and why; empty where there is no such pipeline.
     """
 
     name: str
@@ -51,6 +53,7 @@ class TensorRow:
     stored_bytes: float = 0
     count: int = 0
     encodings: set[str] = field(default_factory=set)
+    choices: set[str] = field(default_factory=set)
 
     def as_json(self) -> dict[str, object]:
         """Return the fields by name, bytes as whole numbers."""
@@ -63,6 +66,7 @@ class TensorRow:
             "stored_bytes": round(self.stored_bytes),
             "count": self.count,
             "encodings": sorted(self.encodings),
+            "choices": sorted(self.choices),
         }
 
 
@@ -163,6 +167,7 @@ async def _read_pack(
         return await tier.store.fetch(key, start, length)
 
     pack = await PackReader(fetch, await tier.store.getsize(key), f"{tier.name}: {key}").open()
+    chosen = _choices(pack.header)
     for chunk in pack.rows.values():
         layout = layouts.get(chunk.layout)
         if layout is None:
@@ -176,7 +181,18 @@ async def _read_pack(
             row.stored_bytes += size_bytes * ratio
             row.count += piece.start == 0
             row.encodings |= {str(encoding["id"]) for encoding in chunk.encodings}
+            row.choices |= chosen.get(chunk.key, set())
     return pack.header
+
+
+def _choices(header: dict[str, object]) -> dict[str, set[str]]:
+    """Return what was chosen for each chunk, by key; see ``stepwell.pipeline.loop.Loop.header``."""
+    found: dict[str, set[str]] = {}
+    choices = header.get("choices")
+    for choice, keys in choices.items() if isinstance(choices, dict) else ():
+        for key in keys if isinstance(keys, list) else ():
+            found.setdefault(str(key), set()).add(str(choice))
+    return found
 
 
 async def _read_group(
@@ -229,9 +245,14 @@ def _print(shown: Shown, tree: bool) -> None:
         f"step {manifest.step} of {manifest.incarnation}: {what}, {leads_on}, in {', '.join(shown.tiers)}, "
         f"{bytes_text(manifest.size_bytes)}"
     )
+    lossy = any(row.choices for row in shown.tensors)
+    if lossy:
+        bound = shown.header.get("bound")
+        title += ", " + ("no bound known" if bound is None else f"within {bound:.3g} of what was saved")
+    headings = ("tensor", "kind", "dtype", "shape", "bytes ", "stored ", "encodings", "kept as")
     table(
         title,
-        ("tensor", "kind", "dtype", "shape", "bytes ", "stored ", "encodings"),
+        headings if lossy else headings[:-1],
         (
             (
                 row.name,
@@ -241,6 +262,7 @@ def _print(shown: Shown, tree: bool) -> None:
                 bytes_text(row.size_bytes),
                 bytes_text(row.stored_bytes),
                 ", ".join(sorted(row.encodings)) or "none",
+                *(["; ".join(sorted(row.choices))] if lossy else []),
             )
             for row in shown.tensors
         ),

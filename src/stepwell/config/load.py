@@ -50,6 +50,8 @@ def load_config(
     else:
         tree = {"tiers": _default_tiers(os.fspath(source))}
     if overrides:
+        if isinstance(source, Config) and "preset" in overrides:
+            tree.pop("pipeline")  # that of the preset before
         tree.update(as_plain(overrides))
         place = place.without(overrides)
     try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from stepwell.config.presets import PRESETS
 from stepwell.config.stages import DEFAULT_PIPELINE, StageConfig, check_order
 from stepwell.config.tiers import NAME_PATTERN, DirectoryTier, MemoryTier, OnError, Strict, TierConfig
 from stepwell.errors import ConfigError
@@ -26,8 +28,8 @@ class Config(Strict):
     ----------
     run : str
         Name of the run, for people; each run also draws a random one, so two are never mixed up.
-    preset : "exact"
-        The pipeline where `pipeline` is not given.
+    preset : "exact", "compact", "tiercheck" or "fastcheck"
+        The pipeline where `pipeline` is not given; see ``stepwell.config.presets``.
     tiers : tuple of tiers
         Fastest first. Recovery asks them in this order for the newest step.
     pipeline : tuple of StageConfig
@@ -65,7 +67,7 @@ class Config(Strict):
     """
 
     run: str = Field(default="run", pattern=NAME_PATTERN)
-    preset: Literal["exact"] = "exact"
+    preset: Literal["exact", "compact", "tiercheck", "fastcheck"] = "exact"
     tiers: tuple[TierConfig, ...] = Field(strict=False, min_length=1)
     pipeline: tuple[StageConfig, ...] = Field(default=DEFAULT_PIPELINE, strict=False)
     save_every: PositiveInt = 1
@@ -83,6 +85,16 @@ class Config(Strict):
     close_deadline_s: PositiveFloat = 600.0
     threads: int = Field(default=1, ge=1, le=64)
     handle_sigterm: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, value: object) -> object:
+        """Write the preset's pipeline out, where none is given."""
+        if not isinstance(value, Mapping) or "pipeline" in value:
+            return value
+        preset = value.get("preset")
+        stages = PRESETS.get(preset) if isinstance(preset, str) else None
+        return value if stages is None else {**value, "pipeline": stages}
 
     @field_validator("tiers")
     @classmethod

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from stepwell.config.faults import did_you_mean, plugin_names
+from stepwell.config.lossy import QUANTIZE, SPARSIFY, check_quantize, check_sparsify, check_together
+from stepwell.config.presets import PRESETS
 
 __all__ = ["DEFAULT_PIPELINE", "StageConfig", "check_order"]
 
@@ -22,9 +24,9 @@ class _Builtin:
 
 BUILTIN: Mapping[str, _Builtin] = {
     "capture": _Builtin(("gradient", "state"), required=True),
-    "delta": _Builtin(("none", "ordered_delta")),
-    "quantize": _Builtin(("none",)),
-    "sparsify": _Builtin(("none",)),
+    "delta": _Builtin(("none", "ordered_delta", "difference")),
+    "quantize": _Builtin(QUANTIZE),
+    "sparsify": _Builtin(SPARSIFY),
     "shard": _Builtin(required=True),
     "replicate": _Builtin(required=True),
     "commit": _Builtin(required=True),
@@ -91,6 +93,10 @@ def _checked_setting(name: str, setting: object) -> object:
         return None
     if setting is None:
         return allowed[0]
+    if name == "quantize":
+        return check_quantize(setting)
+    if name == "sparsify":
+        return check_sparsify(setting)
     if setting not in allowed:
         hint = did_you_mean(str(setting), allowed)
         raise ValueError(f'"{name}" takes {" or ".join(allowed)}, not {setting!r}{hint}')
@@ -124,10 +130,10 @@ def check_order(stages: Sequence[StageConfig]) -> None:
             f"delta: {settings['delta']} is a difference of states and needs capture: state; "
             "with capture: gradient leave delta out"
         )
+    check_together(settings)
 
 
 DEFAULT_PIPELINE: tuple[StageConfig, ...] = tuple(
-    StageConfig.model_construct(name=name, setting=stage.settings[0] if stage.settings else None)
-    for name, stage in BUILTIN.items()
+    StageConfig.model_validate(stage) for stage in PRESETS["exact"]
 )
 """The preset ``exact``."""
