@@ -106,7 +106,7 @@ class Lives:
                 holders.append(inventory.bases.get(chain.base, set()))
             whole = all(names & enough for names in holders)
             if whole:
-                tier.needs_base = None
+                tier.begin_whole()
             else:
                 tier.begin_later(chain.target.step + 1)
         source = SaveSource(runner.tiers, inventory, runner.commit)

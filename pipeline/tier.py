@@ -123,6 +123,11 @@ class Tier:
             self._open_hole(step)
         # Otherwise the base that is on its way stands for this step, too.
 
+    def begin_whole(self) -> None:
+        """Everything that was restored is here: what comes next counts at once."""
+        self.needs_base = None
+        self.hole = False
+
     def begin_later(self, step: int) -> None:
         """Nothing is whole here yet; saves from `step` on will count after a base."""
         self.needs_base = self.hole_from = step

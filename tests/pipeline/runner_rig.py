@@ -66,7 +66,7 @@ class Rig:
         self.store = FaultStore(FileStore(root / "far"), 1, plan)
         self.tiers = [Tier("near", FileStore(root / "near")), Tier("far", self.store)]
         for tier in self.tiers:
-            tier.needs_base = None  # a whole log before it
+            tier.begin_whole()
         self.runner = Runner(
             run="0" * 32,
             tiers=self.tiers,

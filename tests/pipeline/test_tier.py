@@ -154,6 +154,15 @@ def test_second_hole_while_waiting_for_the_base_of_the_first() -> None:
     assert state(written(tier, 9)) == "counts"
 
 
+def test_step_written_while_the_next_base_is_announced_was_lost_after_a_restore() -> None:
+    """The base of step 6 is told of as soon as it is captured, when step 5 is still to be written."""
+    tier = new_tier()
+    tier.begin_whole()
+    tier.base_expected(6, alone=False)
+    assert state(written(tier, 5)) == "counts"
+    assert state(written(tier, 6)) == "counts"
+
+
 def test_restored_tier_that_lacks_a_part_begins_with_the_next_base() -> None:
     tier = new_tier()
     tier.begin_later(11)
