@@ -100,10 +100,11 @@ class Choices:
     def label(self, spec: TensorSpec) -> str:
         """Return what to add to the group of a parameter, so that a chunk holds only one class.
 
-        It has no colon: groups are called ``<optimizer>:<number>``.
+        It has no colon: groups are called ``<optimizer>:<number>``. Empty where classes do not matter.
         """
+        label = f"+{self._class(spec)}" if self.policy.sparse else ""
         number = self._rule(parameter_of(spec.name))
-        return f"+{self._class(spec)}" + ("" if number is None else f"{number}")
+        return label if number is None else f"{label}+rule{number}"
 
     def of_chunk(self, layout: Layout, part: int) -> Choice:
         """Decide for one chunk: the most careful of the choices of its tensors."""

@@ -17,7 +17,8 @@ from stepwell.codecs.ordered_delta import decode_difference, encode_difference
 from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, Encoding, Kind, StageContext
 from stepwell.pipeline.layout import ITEM_BYTES
-from stepwell.pipeline.loop import DIFFERENCE, Loop, add_difference
+from stepwell.pipeline.loop import Loop
+from stepwell.pipeline.values import DIFFERENCE, add_difference
 
 __all__ = ["DifferenceStage", "NoDelta", "OrderedDeltaStage", "delta_stage"]
 
@@ -127,9 +128,9 @@ class DifferenceStage(OrderedDeltaStage):
     async def save(self, chunk: Chunk, context: StageContext) -> Chunk:
         """Push a difference where there is something to tell it against."""
         loop = self.loop
-        if loop is None or not chunk.key.startswith("state/") or not loop.told(chunk):
+        if loop is None or not chunk.key.startswith("state/"):
             return chunk
-        return await context.run(lambda: loop.difference(chunk))
+        return await context.run(lambda: loop.difference(chunk) if loop.told(chunk) else chunk)
 
     async def recover(self, chunk: Chunk, context: StageContext) -> Chunk:
         """Pop the difference, if one is there; remember the result as the next reference.

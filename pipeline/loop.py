@@ -22,34 +22,28 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from stepwell.codecs.base import PlainCodec
 from stepwell.codecs.ordered_delta import encode_difference
-from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk, Encoding, Kind
 from stepwell.pipeline.choice import EXACT, Choice, Choices
 from stepwell.pipeline.layout import ITEM_BYTES, Layout, TensorSpec
-
-__all__ = ["DIFFERENCE", "LOSSY", "Loop", "Looped", "Sender", "add_difference", "is_lossy", "loop_of", "undo"]
-
-DIFFERENCE = "stepwell.difference"
-ORDERED = "stepwell.ordered_delta"
-LOSSY = frozenset(
-    {
-        "stepwell.codebook",
-        "stepwell.int4",
-        "stepwell.int8",
-        "stepwell.log_quant",
-        "stepwell.threshold_sparse",
-    }
+from stepwell.pipeline.values import (
+    DIFFERENCE,
+    Floats,
+    add_difference,
+    drop_what_is_not_finite,
+    error_of,
+    largest,
+    narrowed,
+    widened,
 )
-"""Encodings after which a chunk is no longer what it was."""
 
+__all__ = ["Loop", "Looped", "Sender", "loop_of"]
+
+ORDERED = "stepwell.ordered_delta"
 _GAIN = 0.95  # of the raw bytes: an encoding that saves less is not worth an error
-_ROUNDING = 1 + 2.0**-20  # the errors are measured in float32
-Floats = npt.NDArray[np.float32]
 Place = tuple[str, int]
 
 
@@ -63,11 +57,6 @@ class Looped(Protocol):
 def loop_of(stages: Iterable[object]) -> Loop | None:
     """Return the loop that stages share, None where nothing is lossy."""
     return next((stage.loop for stage in stages if isinstance(stage, Looped)), None)
-
-
-def is_lossy(encodings: Sequence[Encoding]) -> bool:
-    """Whether a chunk with these encodings does not come back as it was."""
-    return any(encoding.get("id") in LOSSY for encoding in encodings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,23 +234,40 @@ class Loop:
         residual = self._residuals.get(place)
         with np.errstate(all="ignore"):
             total = widened(chunk.buffer, chunk.dtype)
+            still = [] if residual is None else self._still(chunk, total)
             if residual is not None:
                 total = total + residual
+                for piece in still:
+                    total[piece] = 0
             wire = narrowed(total, chunk.dtype)
             frame = sender.encode(wire)
             sent = widened(sender.codec.decode(frame, max_bytes=chunk.raw_bytes), chunk.dtype)
             left = total - sent
-            _drop_what_is_not_finite(left)
-            over = _reason_to_refresh(frame, chunk, _largest(left), sender.eps)
+            drop_what_is_not_finite(left)
+            over = _reason_to_refresh(frame, chunk, largest(left), sender.eps)
             if over is not None:
                 self._told[chunk.key] = Choice(EXACT, over)
                 left = total - widened(wire, chunk.dtype)
-                _drop_what_is_not_finite(left)
+                drop_what_is_not_finite(left)
                 chunk = replace(chunk, buffer=wire.copy())
             else:
                 chunk = _encoded(chunk, frame, sender.codec)
+        if residual is not None:
+            for piece in still:
+                left[piece] = residual[piece]
         self._residuals[place] = left
         return chunk
+
+    def _still(self, chunk: Chunk, gradient: Floats) -> list[slice]:
+        """Return the tensors without a gradient: what would be sent for them, no replay applies."""
+        item_bytes = ITEM_BYTES[chunk.dtype]
+        pieces = [
+            slice(
+                piece.offset_bytes // item_bytes, piece.offset_bytes // item_bytes + piece.stop - piece.start
+            )
+            for piece in self._layouts[chunk.layout].chunks[chunk.part].pieces
+        ]
+        return [piece for piece in pieces if not gradient[piece][:1].any() and not gradient[piece].any()]
 
     def _send_difference(self, chunk: Chunk, sender: Sender) -> Chunk:
         original, reference = self._originals.pop(chunk.key), self._references[_place(chunk)]
@@ -269,7 +275,7 @@ class Loop:
             frame = sender.encode(chunk.buffer)
             sent = sender.codec.decode(frame, max_bytes=chunk.buffer.nbytes)
             reached = add_difference(reference, sent, chunk.dtype)
-            error = _error(original, reached, chunk.dtype)
+            error = error_of(original, reached, chunk.dtype)
         over = _reason_to_refresh(frame, chunk, error, sender.eps)
         if over is not None:
             self._told[chunk.key] = Choice(EXACT, over)
@@ -282,7 +288,7 @@ class Loop:
         frame = sender.encode(chunk.buffer)
         with np.errstate(all="ignore"):
             sent = sender.codec.decode(frame, max_bytes=chunk.raw_bytes)
-            error = _error(chunk.buffer, sent, chunk.dtype)
+            error = error_of(chunk.buffer, sent, chunk.dtype)
         over = _reason_to_refresh(frame, chunk, error, sender.eps)
         if over is not None:
             self._told[chunk.key] = Choice(EXACT, over)
@@ -305,52 +311,6 @@ class Loop:
             self._references[_place(chunk)] = raw.copy()
 
 
-def undo(chunk: Chunk, ids: frozenset[str], decoder: Callable[[Encoding], PlainCodec]) -> Chunk:
-    """Pop a codec of one of these ids from the top of a chunk.
-
-    Raises
-    ------
-    IntegrityError
-        It does not decode, or to another length than the index says.
-    """
-    if not chunk.encodings or chunk.encodings[-1].get("id") not in ids:
-        return chunk
-    rest = chunk.encodings[:-1]
-    expected = chunk.raw_bytes
-    if rest and rest[-1].get("id") == DIFFERENCE:
-        expected = chunk.raw_bytes // ITEM_BYTES[chunk.dtype] * 4
-    buffer = decoder(chunk.encodings[-1]).decode(chunk.buffer, max_bytes=expected)
-    if buffer.nbytes != expected:
-        raise IntegrityError(
-            f"step {chunk.step}, chunk {chunk.key}: decodes to {buffer.nbytes} of {expected} bytes"
-        )
-    return replace(chunk, buffer=buffer, encodings=rest)
-
-
-def add_difference(reference: Bytes, difference: Bytes, dtype: str) -> Bytes:
-    """Return what the reader has after a difference, (n,), uint8: the same bits at both ends."""
-    with np.errstate(all="ignore"):
-        return narrowed(widened(reference, dtype) + difference.view(np.float32), dtype)
-
-
-def widened(buffer: Bytes, dtype: str) -> Floats:
-    """Return the values of a float32 or bfloat16 buffer as float32; a view where they are that."""
-    if dtype == "float32":
-        return buffer.view(np.float32)
-    return (buffer.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def narrowed(values: Floats, dtype: str) -> Bytes:
-    """Return float32 values as bytes of a dtype, rounded to the nearest, ties to even."""
-    if dtype == "float32":
-        return values.view(np.uint8)
-    bits = values.view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
-    # A NaN whose payload lies below would round to infinity; it stays one, quiet.
-    quiet = (bits >> 16) | 0x40
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16).view(np.uint8)
-
-
 def _place(chunk: Chunk) -> Place:
     return chunk.layout, chunk.part
 
@@ -358,22 +318,6 @@ def _place(chunk: Chunk) -> Place:
 def _encoded(chunk: Chunk, frame: Bytes, codec: PlainCodec) -> Chunk:
     config: Mapping[str, object] = codec.get_config()
     return replace(chunk, buffer=frame, encodings=(*chunk.encodings, config))
-
-
-def _largest(values: Floats) -> float:
-    return max(float(values.max()), -float(values.min())) if values.size else 0.0
-
-
-def _error(wanted: Bytes, found: Bytes, dtype: str) -> float:
-    """Return the largest error; where one of the two is not finite, equal bits are no error."""
-    left = widened(wanted, dtype) - widened(found, dtype)
-    largest = _largest(left)
-    if not math.isfinite(largest):
-        item = ITEM_BYTES[dtype]
-        equal = wanted.view(f"u{item}") == found.view(f"u{item}")
-        left[equal] = 0
-        largest = _largest(left)
-    return largest * _ROUNDING if math.isfinite(largest) else math.inf
 
 
 def _reason_to_refresh(frame: Bytes, chunk: Chunk, error: float, eps: float | None) -> str | None:
@@ -384,9 +328,3 @@ def _reason_to_refresh(frame: Bytes, chunk: Chunk, error: float, eps: float | No
     if frame.nbytes > _GAIN * chunk.raw_bytes:
         return f"no gain: {frame.nbytes} of {chunk.raw_bytes} bytes"
     return None
-
-
-def _drop_what_is_not_finite(values: Floats) -> None:
-    """What overflowed or is no number is sent as it is; there is nothing to carry."""
-    if not math.isfinite(_largest(values)):
-        values[~np.isfinite(values)] = 0

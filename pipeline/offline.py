@@ -26,7 +26,6 @@ from stepwell.pipeline.digest import Digest
 from stepwell.pipeline.digester import XXH3_64, Digester
 from stepwell.pipeline.flow import recover_chunk
 from stepwell.pipeline.layout import ITEM_BYTES, Layout, LayoutChunk, Piece, TensorSpec
-from stepwell.pipeline.loop import is_lossy
 from stepwell.pipeline.offline_entry import Entry, Here, Recent, Tally, tree_of
 from stepwell.pipeline.offline_replay import OptimizerLog, named_states, optimizer_name, why_whole
 from stepwell.pipeline.plan import pieces_by_tensor
@@ -36,6 +35,7 @@ from stepwell.pipeline.replaying import RecordedUpdate, replay_updates, updates_
 from stepwell.pipeline.source import SaveSource, StepSource
 from stepwell.pipeline.tree import JsonValue
 from stepwell.pipeline.update import environment_of
+from stepwell.pipeline.values import is_lossy
 
 __all__ = ["OfflineState"]
 

@@ -15,7 +15,8 @@ from stepwell.codecs.log_quant import LogQuant
 from stepwell.codecs.registry import codec_from
 from stepwell.pipeline.base import Chunk, StageContext
 from stepwell.pipeline.choice import LINEAR, OF_VALUES
-from stepwell.pipeline.loop import Loop, Sender, undo
+from stepwell.pipeline.loop import Loop, Sender
+from stepwell.pipeline.values import undo
 
 __all__ = ["Quantize"]
 
@@ -53,13 +54,15 @@ class Quantize:
         loop = self.loop
         if loop is None:
             return chunk
-        treatment = loop.choice(chunk).treatment
-        if treatment not in _HERE:
-            return chunk
-        # A difference is one of float32, whatever the state is.
-        dtype = "float32" if chunk.encodings else chunk.dtype
-        sender = self._sender(treatment, dtype)
-        return await context.run(lambda: loop.send(chunk, sender))
+
+        def encode() -> Chunk:
+            treatment = loop.choice(chunk).treatment
+            if treatment not in _HERE:
+                return chunk
+            # A difference is one of float32, whatever the state is.
+            return loop.send(chunk, self._sender(treatment, "float32" if chunk.encodings else chunk.dtype))
+
+        return await context.run(encode)
 
     async def recover(self, chunk: Chunk, context: StageContext) -> Chunk:
         """Pop a codec of quantization, if one is on top.

@@ -31,7 +31,6 @@ from stepwell.pipeline.flow import recover_chunk
 from stepwell.pipeline.keys import Series
 from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.live import LiveState
-from stepwell.pipeline.loop import is_lossy
 from stepwell.pipeline.pack import base_chunk_key
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replay import State
@@ -39,6 +38,7 @@ from stepwell.pipeline.replaying import Replayed, replay_updates
 from stepwell.pipeline.source import BaseSource, SaveSource, StepSource
 from stepwell.pipeline.tree import JsonValue, TensorLookup
 from stepwell.pipeline.update import environment_of
+from stepwell.pipeline.values import is_lossy
 
 __all__ = ["Outcome", "Recovery"]
 

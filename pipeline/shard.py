@@ -19,8 +19,8 @@ from stepwell.codecs.scaled_bf16 import ScaledBf16
 from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk, Encoding, Kind, StageContext
 from stepwell.pipeline.layout import ITEM_BYTES
-from stepwell.pipeline.loop import LOSSY
 from stepwell.pipeline.pack import Packed, PackIdentity, pack_parts
+from stepwell.pipeline.values import LOSSY
 
 __all__ = ["Shard"]
 

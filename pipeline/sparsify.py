@@ -10,7 +10,8 @@ from stepwell.codecs.registry import codec_from
 from stepwell.codecs.threshold_sparse import ThresholdSparse
 from stepwell.pipeline.base import Bytes, Chunk, StageContext
 from stepwell.pipeline.choice import SPARSE
-from stepwell.pipeline.loop import Loop, Sender, undo
+from stepwell.pipeline.loop import Loop, Sender
+from stepwell.pipeline.values import undo
 
 __all__ = ["RATE", "Sparsify"]
 
@@ -55,7 +56,7 @@ class Sparsify:
     async def save(self, chunk: Chunk, context: StageContext) -> Chunk:
         """Push ``threshold_sparse``, where the choice is that."""
         loop = self.loop
-        if loop is None or loop.choice(chunk).treatment != SPARSE:
+        if loop is None:
             return chunk
         place = chunk.layout, chunk.part
 
@@ -64,8 +65,12 @@ class Sparsify:
             self._thresholds[place] = self._codec.threshold(frame)
             return frame
 
-        sender = Sender(self._codec, encode, self._eps)
-        return await context.run(lambda: loop.send(chunk, sender))
+        def send() -> Chunk:
+            if loop.choice(chunk).treatment != SPARSE:
+                return chunk
+            return loop.send(chunk, Sender(self._codec, encode, self._eps))
+
+        return await context.run(send)
 
     async def recover(self, chunk: Chunk, context: StageContext) -> Chunk:
         """Pop ``threshold_sparse``, if it is on top.

@@ -82,6 +82,22 @@ async def test_what_is_dropped_by_a_threshold_is_sent_later() -> None:
     assert errors[-1] < 0.4 * rms(moved)
 
 
+async def test_what_has_no_gradient_keeps_its_residual() -> None:
+    other = spec("model/g.weight", 640)
+    layout = gradients(W, other)
+    assert len(layout.chunks) == 1
+    writer, reader = Writer.of(layout), Reader(layout)
+    owed = np.zeros(640)
+    for step in range(9):
+        gradient = np.zeros(640, np.float32) if step % 3 else floats(step, 640)
+        chunks = await writer.save({W.name: floats(50 + step, COUNT), other.name: gradient})
+        sent = (await reader.read(chunks))[other.name].view(np.float32)
+        if step % 3:
+            assert not sent.any(), "a replay would not apply it"
+        owed += gradient - sent.astype(np.float64)
+    assert np.abs(owed).max() < 0.05
+
+
 async def test_a_base_makes_the_residual_zero_and_a_failed_save_forgets_everything() -> None:
     layout = gradients(W)
     one, other = Writer.of(layout), Writer.of(layout)

@@ -24,10 +24,11 @@ from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Kind
 from stepwell.pipeline.choice import EXACT, Choices, Rule
 from stepwell.pipeline.flow import recover_chunk
-from stepwell.pipeline.loop import Loop, loop_of, narrowed, widened
+from stepwell.pipeline.loop import Loop, loop_of
 from stepwell.pipeline.quantize import Quantize
 from stepwell.pipeline.reading import reading_stages
 from stepwell.pipeline.shard import Shard
+from stepwell.pipeline.values import narrowed, widened
 
 COUNT = 64 * 64
 W = spec("model/h.weight", COUNT)
