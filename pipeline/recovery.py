@@ -346,6 +346,10 @@ class _Whole:
         if self._run is not None:
             offset = self.layout.tensor_offsets[index]
             return bytes_to_tensor(self._run[offset : offset + spec.size_bytes], spec.dtype, spec.shape)
+        assert self._base is not None
+        at_hand = self._base.tensor_at_hand(index)
+        if at_hand is not None:
+            return bytes_to_tensor(at_hand, spec.dtype, spec.shape)
         return self._fetched(index)
 
     async def _fetched(self, index: int) -> torch.Tensor:

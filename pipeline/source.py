@@ -255,6 +255,9 @@ class BaseSource:
 
         They alias the tier where it has bases in memory, else they are fresh.
         """
+        at_hand = self.tensor_at_hand(index)
+        if at_hand is not None:
+            return at_hand
         tensor_bytes = self.layout.tensors[index].size_bytes
         whole: Bytes | None = None
         start = self.layout.tensor_offsets[index]
@@ -276,6 +279,19 @@ class BaseSource:
                 whole = np.empty(tensor_bytes, np.uint8)
             whole[low - start : high - start] = cut
         return np.empty(0, np.uint8) if whole is None else whole
+
+    def tensor_at_hand(self, index: int) -> Bytes | None:
+        """Return a tensor whose one chunk was fetched a moment ago, else None; touches no store.
+
+        Thousands of small tensors share a chunk. A reader in another thread takes them from here
+        instead of going through the event loop for each.
+        """
+        parts = self._parts_of[index]
+        data = self._recent.get(parts[0]) if len(parts) == 1 else None
+        if data is None:
+            return None
+        low = self.layout.tensor_offsets[index] - self.layout.chunks[parts[0]].offset_bytes
+        return data[low : low + self.layout.tensors[index].size_bytes]
 
     async def _header(self, tier: Tier) -> Mapping[str, object]:
         manifest = await self._source.manifest(Series.BASE, self.link, tier)
