@@ -19,7 +19,7 @@ from stepwell.pipeline.records import IncarnationRecord, Link
 from stepwell.pipeline.tier import Tier
 from stepwell.stores.base import ObjectStore
 
-__all__ = ["Inventory", "Lineage", "committed_in"]
+__all__ = ["Inventory", "Lineage", "committed_in", "evidence_key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +159,17 @@ async def committed_in(tier: Tier, incarnation: str, series: Series) -> list[Lin
     async for name in tier.store.list_dir(f"{incarnation}/{series}"):
         if not (name.isascii() and name.isdigit() and len(name) == 12):
             continue
-        step = int(name)
-        evidence = (
-            commit_key(series, incarnation, step)
-            if tier.has_commit_records
-            else manifest_key(series, incarnation, step, 0)
-        )
-        if await tier.store.exists(evidence):
-            found.append(Link(incarnation, step))
+        link = Link(incarnation, int(name))
+        if await tier.store.exists(evidence_key(tier, series, link)):
+            found.append(link)
     return found
+
+
+def evidence_key(tier: Tier, series: Series, link: Link) -> str:
+    """Return the key of what says, in this tier, that a save is whole."""
+    if tier.has_commit_records:
+        return commit_key(series, link.incarnation, link.step)
+    return manifest_key(series, link.incarnation, link.step, 0)
 
 
 async def _incarnations_in(store: ObjectStore) -> Iterable[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from stepwell.pipeline.inventory import Inventory, Lineage
+from stepwell.pipeline.inventory import Inventory, Lineage, evidence_key
 from stepwell.pipeline.keys import Series, commit_key, manifest_key, parse_key, save_prefix
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.retention import Removal, plan_retention
@@ -83,7 +83,11 @@ async def sweep(tier: Tier, inventory: Inventory) -> int:
             async for name in tier.store.list_dir(f"{incarnation}/{series}"):
                 if name.isascii() and name.isdigit() and len(name) == 12:
                     stray.add((series, Link(incarnation, int(name))))
-    stray -= known
-    for series, link in stray:
-        await remove_save(tier, Removal(series, link))
-    return len(stray)
+    count = 0
+    for series, link in stray - known:
+        # Asked again: `inventory` is from when the run was opened, and where a file system lies about
+        # locks another process may have committed since.
+        if not await tier.store.exists(evidence_key(tier, series, link)):
+            await remove_save(tier, Removal(series, link))
+            count += 1
+    return count
