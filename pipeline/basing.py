@@ -112,7 +112,7 @@ class BaseWriter:
         )
         await runner.commit.save(tier, manifest)
         runner.committed(Series.BASE, job.link, tier, manifest.size_bytes)
-        tier.base_written(job.link.step)
         if job.alone:
             job.handle.resolve(tier.name)
+        await runner.base_arrived(tier, job.link.step)
         await runner.reclaim(tier)

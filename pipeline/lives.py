@@ -118,21 +118,18 @@ class Lives:
         """Committed steps of the live lineage, oldest first, in any tier or in one."""
         inventory = self._runner.inventory
         newest = inventory.newest()
-        tiers = [one for one in self._runner.tiers if tier in (None, one.name)]
         name = self.current.incarnation if self.current else newest.incarnation if newest else ""
         lineage = inventory.lineage_of(name)
         links = (link for link in inventory.links() if lineage.contains(link))
-        return sorted({link.step for link in links if any(self._holds(one, link) for one in tiers)})
-
-    def _holds(self, tier: Tier, link: Link) -> bool:
-        """Whether a tier holds a save and, as far as this life wrote it, all that it builds on."""
-        inventory = self._runner.inventory
-        if tier.name in inventory.bases.get(link, ()):
-            return True
-        if tier.name not in inventory.steps.get(link, ()):
-            return False
-        mine = self.current is not None and link.incarnation == self.current.incarnation
-        return not mine or tier.reaches(link.step)
+        return sorted(
+            {
+                link.step
+                for link in links
+                if tier is None
+                or tier in inventory.steps.get(link, ())
+                or tier in inventory.bases.get(link, ())
+            }
+        )
 
     async def newest_is_whole_in(self, tier: Tier) -> bool:
         """Whether the newest save of any tier can be reached with what `tier` alone holds."""

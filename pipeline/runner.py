@@ -28,7 +28,7 @@ from stepwell.pipeline.keys import Series, pack_key
 from stepwell.pipeline.loop import loop_of
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack import Packed, PackIdentity, PackKind
-from stepwell.pipeline.reclaim import reclaim
+from stepwell.pipeline.reclaim import reclaim, remove_save
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replicate import Replicate
 from stepwell.pipeline.retention import Removal
@@ -297,16 +297,36 @@ class Runner:
             for layout in job.layouts:
                 await self.commit.save_layout(tier, layout)
             await self.replicate.save(tier, manifest.objects[0].key, encoded.packed.parts)
-            await self.commit.save(tier, manifest)
         except StepwellError as error:
             self.failed(Series.STEP, job.link, tier, error, job.handle)
             return
-        self.inventory.add(Series.STEP, job.link, tier.name)
-        # Before the handle, so that whoever waits for that finds everything told.
-        self._events.committed(Series.STEP, job.link, tier, manifest.size_bytes)
+        # Evidence only where every link of the chain has its own: a crash must not leave a step that
+        # looks committed and cannot be reached.
         if manifest.self_contained:
-            tier.base_written(job.link.step)
-        tier.step_written(job.handle)
+            if await self._commit_step(tier, job.handle, manifest):
+                await self.base_arrived(tier, job.link.step)
+        elif tier.written(job.handle, manifest):
+            await self._commit_step(tier, job.handle, manifest)
+
+    async def _commit_step(self, tier: Tier, handle: SaveHandle, manifest: Manifest) -> bool:
+        """Give a written differential its evidence, and tell."""
+        link = Link(manifest.incarnation, manifest.step)
+        try:
+            await self.commit.save(tier, manifest)
+        except StepwellError as error:
+            self.failed(Series.STEP, link, tier, error, handle)
+            return False
+        self.inventory.add(Series.STEP, link, tier.name)
+        # Before the handle, so that whoever waits for that finds everything told.
+        self._events.committed(Series.STEP, link, tier, manifest.size_bytes)
+        handle.resolve(tier.name)
+        return True
+
+    async def base_arrived(self, tier: Tier, step: int) -> None:
+        """A base, or a save that stands for itself, is committed: commit what waited for it, in order."""
+        while (parked := tier.next_parked(step)) is not None:
+            await self._commit_step(tier, *parked)
+        tier.base_written(step)
 
     def failed(
         self,
@@ -352,6 +372,10 @@ class Runner:
         # What proofs read lies in memory; no other tier is held back by them.
         held = () if tier.memory is None else tuple(self.held)
         try:
+            while tier.stranded:
+                manifest = tier.stranded.pop()
+                stranded = Removal(Series.STEP, Link(manifest.incarnation, manifest.step))
+                await remove_save(tier, stranded)
             await reclaim(tier, self.inventory, self._lineage, held=held, removed=removed)
         except StoreError as error:
             self._events.failed(Series.BASE, self.inventory.newest() or Link("", 0), tier, error)

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from stepwell.errors import NotCommittedError
 from stepwell.pipeline.handle import SaveHandle
+from stepwell.pipeline.manifest import Manifest
 from stepwell.stores.base import Failure, ObjectStore
 from stepwell.stores.memory import MemoryStore
 
@@ -45,6 +46,8 @@ class Tier:
         it and `needs_base` never will.
     hole : bool
         No base that would close the hole is on its way.
+    stranded : list of Manifest
+        Saves whose packs lie here for nothing, until somebody removes them.
     """
 
     name: str
@@ -56,8 +59,8 @@ class Tier:
     needs_base: int | None = 0
     hole_from: int = 0
     hole: bool = True
-    _parked: list[SaveHandle] = field(default_factory=list)
-    _unreached: set[int] = field(default_factory=set)
+    stranded: list[Manifest] = field(default_factory=list)
+    _parked: list[tuple[SaveHandle, Manifest]] = field(default_factory=list)
 
     @property
     def memory(self) -> MemoryStore | None:
@@ -74,18 +77,9 @@ class Tier:
         """The worst failure after which what is committed here is still there."""
         return self.store.properties.survives
 
-    def step_written(self, handle: SaveHandle) -> None:
-        """Acknowledge a differential, or hold the word back until the base it needs is committed."""
-        if self.reaches(handle.step):
-            handle.resolve(self.name)
-        elif self._may_come(handle.step):
-            self._parked.append(handle)
-        else:
-            self._strand(handle)
-
     def reaches(self, step: int) -> bool:
         """Whether every save that one of `step` builds on is committed here."""
-        return step not in self._unreached and (self.needs_base is None or step < self.hole_from)
+        return self.needs_base is None or step < self.hole_from
 
     def hopeless(self, handle: SaveHandle) -> bool:
         """Tell a save that is yet to be written, and can never count here, so; say whether it does."""
@@ -98,18 +92,35 @@ class Tier:
         """Whether the base that a save of `step` waits for is on its way."""
         return not self.hole and self.needs_base is not None and step >= self.needs_base
 
+    def written(self, handle: SaveHandle, manifest: Manifest) -> bool:
+        """A differential is written, without evidence yet; say whether it may be committed now.
+
+        Otherwise it waits for the base that is on its way, or is stranded: what it builds on will
+        never be here.
+        """
+        if self.reaches(handle.step):
+            return True
+        if self._may_come(handle.step):
+            self._parked.append((handle, manifest))
+        else:
+            self._strand(handle, manifest)
+        return False
+
+    def next_parked(self, base_step: int) -> tuple[SaveHandle, Manifest] | None:
+        """Take the oldest save that waited for the base of `base_step`, which is committed; or None."""
+        while self._parked and self._closed_by(base_step):
+            handle, manifest = self._parked.pop(0)
+            if handle.step >= base_step:
+                return handle, manifest
+            self._strand(handle, manifest)
+        return None
+
     def base_written(self, step: int) -> None:
-        """A base of `step`, or a save that stands for itself, is committed: all from there on counts."""
-        if self.needs_base is None or step < self.needs_base:
-            return
-        self.needs_base = None
-        self.hole = False
-        parked, self._parked = self._parked, []
-        for handle in parked:
-            if handle.step >= step:
-                handle.resolve(self.name)
-            else:
-                self._strand(handle)
+        """A base of `step`, or a save that stands for itself, is committed, and so is what waited."""
+        if self._closed_by(step):
+            assert not self._parked, "saves that wait are committed before the hole is closed"
+            self.needs_base = None
+            self.hole = False
 
     def base_lost(self, step: int) -> None:
         """A base of `step` did not arrive; if saves waited for it, they wait in vain."""
@@ -152,12 +163,16 @@ class Tier:
         self.hole = True
         self.needs_base = step
         parked, self._parked = self._parked, []
-        for handle in parked:
-            self._strand(handle)
+        for handle, manifest in parked:
+            self._strand(handle, manifest)
 
-    def _strand(self, handle: SaveHandle) -> None:
-        """A save that was written will never count: its evidence is there, what it builds on is not."""
-        self._unreached.add(handle.step)
+    def _closed_by(self, step: int) -> bool:
+        """Whether a base of `step` closes the hole there is."""
+        return self.needs_base is not None and step >= self.needs_base
+
+    def _strand(self, handle: SaveHandle, manifest: Manifest) -> None:
+        """Give a save up that was written: it will never have evidence."""
+        self.stranded.append(manifest)
         handle.resolve(self.name, self._hole_error(handle.step))
 
     def _hole_error(self, step: int) -> NotCommittedError:

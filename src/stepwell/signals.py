@@ -6,11 +6,14 @@ import _thread
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Protocol
 
 __all__ = ["Drainable", "TermHandler"]
+
+POKE_S = 0.1
 
 
 class Drainable(Protocol):
@@ -51,6 +54,7 @@ class TermHandler:
         self._installed = False
         self._draining = False
         self._drained = False
+        self._poked = False
 
     def install(self) -> bool:
         """Install the handler; False outside the main thread, where Python allows none."""
@@ -80,6 +84,9 @@ class TermHandler:
         if os.getpid() != self._pid:
             self._pass_on(number, frame)
         elif not self._draining:
+            if self._poked:
+                self._poked = False  # the echo of one that was passed on
+                return
             self._draining, self._drained = True, False
             self._run.hold()
             # Not threading.Thread: its start takes a lock that the interrupted thread may hold.
@@ -96,8 +103,14 @@ class TermHandler:
             self._run.drain()
         finally:
             self._drained = True
-            if self._draining:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            main = threading.main_thread().ident or 0
+            while self._draining:
+                signal.pthread_kill(main, signal.SIGTERM)
+                # A main thread that was just about to wait for a lock sleeps over a signal; the next
+                # one wakes it.
+                time.sleep(POKE_S)
+                self._poked = self._draining
+            self._poked = False
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         before = self._before

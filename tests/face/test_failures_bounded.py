@@ -206,7 +206,7 @@ def test_memory_grew_with_each_save(run: Run) -> None:
                 early = own_bytes()
         well.wait_until_finished(PATIENCE_S)
         idle(well)
-        assert own_bytes() - early < 4 << 20
+        assert own_bytes() - early < 8 << 20, "30 saves left more behind than their gradients"
         assert well._session._runner._handles == set()
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("stepwell")]
     assert len(threads) < 20

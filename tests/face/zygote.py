@@ -55,8 +55,9 @@ class Child:
         self._socket.sendall(f"{text}\n".encode())
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        os.kill(self.pid, number)
+        """Send a signal, unless it has ended by itself; its zygote has not waited for another since."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def status(self) -> int:
         """Wait for the end; the exit code, or minus the signal that ended it."""
@@ -67,8 +68,7 @@ class Child:
     def end(self) -> None:
         """Kill it if it lives still, and hang up."""
         if self._status is None:
-            with suppress(ProcessLookupError):
-                self.signal(signal.SIGKILL)
+            self.signal(signal.SIGKILL)
             self.status()
         self._reader.close()
         self._socket.close()

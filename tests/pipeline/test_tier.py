@@ -6,8 +6,12 @@ import pytest
 
 from stepwell.errors import NotCommittedError
 from stepwell.pipeline.handle import SaveHandle
+from stepwell.pipeline.keys import Series, incarnation_name, pack_key
+from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.tier import Tier
 from stepwell.stores.base import ObjectStore
+
+LIFE = incarnation_name(1, 1)
 
 
 class Nothing:
@@ -23,15 +27,27 @@ def begun() -> Tier:
     """A tier with a committed base at step 0."""
     tier = new_tier()
     tier.base_expected(0, alone=True)
-    tier.base_written(0)
+    arrived(tier, 0)
     return tier
 
 
 def written(tier: Tier, step: int) -> SaveHandle:
     handle = SaveHandle(step, ["disk"])
-    if not tier.hopeless(handle):
-        tier.step_written(handle)
+    if not tier.hopeless(handle) and tier.written(handle, manifest(step)):
+        handle.resolve("disk")
     return handle
+
+
+def manifest(step: int) -> Manifest:
+    objects = (ObjectEntry(pack_key(Series.STEP, LIFE, step, 0), 1, "0" * 32),)
+    return Manifest("run", LIFE, step, 0, 1, "gradient", None, False, objects, ())
+
+
+def arrived(tier: Tier, step: int) -> None:
+    """What the runner does when a base is committed."""
+    while (parked := tier.next_parked(step)) is not None:
+        parked[0].resolve("disk")
+    tier.base_written(step)
 
 
 def state(handle: SaveHandle) -> str:
@@ -51,7 +67,7 @@ def test_saves_wait_for_the_first_base() -> None:
     tier.base_expected(0, alone=True)
     waiting = [written(tier, step) for step in (1, 2)]
     assert [state(one) for one in waiting] == ["waits", "waits"]
-    tier.base_written(0)
+    arrived(tier, 0)
     assert [state(one) for one in waiting] == ["counts", "counts"]
 
 
@@ -61,7 +77,7 @@ def test_nothing_counts_while_no_base_is_on_its_way() -> None:
 
 def test_captured_state_stands_for_itself() -> None:
     tier = new_tier()
-    tier.base_written(0)  # what the runner tells for one
+    arrived(tier, 0)  # what the runner tells for one
     assert state(written(tier, 0)) == "counts"
     assert state(written(tier, 1)) == "counts"
 
@@ -78,7 +94,7 @@ def test_save_after_a_lost_one_is_lost_until_a_base() -> None:
     tier.base_expected(7, alone=False)
     waiting = [written(tier, step) for step in (7, 8)]
     assert [state(one) for one in waiting] == ["waits", "waits"]
-    tier.base_written(7)
+    arrived(tier, 7)
     assert [state(one) for one in (*waiting, written(tier, 9))] == ["counts"] * 3
 
 
@@ -102,7 +118,7 @@ def test_base_alone_is_what_later_saves_build_on() -> None:
     tier.base_expected(8, alone=False)
     assert state(written(tier, 7)) == "lost", "it lies in the hole for ever"
     kept = written(tier, 8)
-    tier.base_written(8)
+    arrived(tier, 8)
     assert state(kept) == "counts"
 
 
@@ -121,14 +137,14 @@ def test_differential_that_fails_beside_the_base_that_is_on_its_way() -> None:
     tier.broken_at(4)
     later = written(tier, 6)
     assert state(later) == "waits"
-    tier.base_written(5)
+    arrived(tier, 5)
     assert state(later) == "counts"
     tier = begun()
     tier.broken_at(3)
     tier.base_expected(5, alone=False)
     tier.broken_at(5)
     later = written(tier, 6)
-    tier.base_written(5)
+    arrived(tier, 5)
     assert state(later) == "counts"
 
 
@@ -136,7 +152,7 @@ def test_base_older_than_the_hole_does_not_close_it() -> None:
     tier = begun()
     tier.base_expected(3, alone=False)
     tier.broken_at(5)
-    tier.base_written(3)
+    arrived(tier, 3)
     assert state(written(tier, 6)) == "lost"
 
 
@@ -147,10 +163,10 @@ def test_second_hole_while_waiting_for_the_base_of_the_first() -> None:
     waiting = written(tier, 4)
     tier.broken_at(6)
     assert state(waiting) == "lost", "not known to be whole while its base travels behind a new hole"
-    tier.base_written(4)
+    arrived(tier, 4)
     assert state(written(tier, 7)) == "lost"
     tier.base_expected(8, alone=False)
-    tier.base_written(8)
+    arrived(tier, 8)
     assert state(written(tier, 9)) == "counts"
 
 
@@ -170,5 +186,28 @@ def test_restored_tier_that_lacks_a_part_begins_with_the_next_base() -> None:
     assert state(written(tier, 11)) == "lost"
     tier.base_expected(12, alone=False)
     kept = written(tier, 12)
-    tier.base_written(12)
+    arrived(tier, 12)
     assert state(kept) == "counts"
+
+
+def test_stranded_packs_are_remembered_for_removal() -> None:
+    tier = begun()
+    tier.base_expected(5, alone=True)
+    written(tier, 6)
+    tier.base_lost(5)
+    assert [one.step for one in tier.stranded] == [6]
+
+
+def test_hole_that_opens_while_waiting_saves_are_committed_stays_open() -> None:
+    """Committing takes time; what fails meanwhile is not closed by the base before it."""
+    tier = begun()
+    tier.base_expected(5, alone=True)
+    waiting = [written(tier, step) for step in (6, 7)]
+    parked = tier.next_parked(5)
+    assert parked is not None
+    tier.broken_at(8)
+    parked[0].resolve("disk")
+    assert tier.next_parked(5) is None
+    tier.base_written(5)
+    assert [state(one) for one in waiting] == ["counts", "lost"]
+    assert state(written(tier, 9)) == "lost"
