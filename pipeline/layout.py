@@ -177,9 +177,7 @@ class Layout:
                     for name, shape, dtype, kind, group in document["tensors"]
                 ),
                 chunks=tuple(
-                    LayoutChunk(
-                        Kind(kind), dtype, offset, size, tuple(Piece(*piece) for piece in pieces)
-                    )
+                    LayoutChunk(Kind(kind), dtype, offset, size, tuple(Piece(*piece) for piece in pieces))
                     for kind, dtype, offset, size, pieces in document["chunks"]
                 ),
                 size_bytes=document["size_bytes"],

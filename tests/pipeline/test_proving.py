@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -37,7 +36,9 @@ def config(memory: Path, directory: Path) -> dict[str, object]:
 
 def test_the_first_updates_and_every_base_are_proven(memory_directory: Path, tmp_path: Path) -> None:
     model, optimizer = build()
-    with stepwell.open_sync(config(memory_directory, tmp_path / "run"), model=model, optimizer=optimizer) as well:
+    with stepwell.open_sync(
+        config(memory_directory, tmp_path / "run"), model=model, optimizer=optimizer
+    ) as well:
         for step in range(12):
             train(model, optimizer, step)
             well.save(step, base=step in (5, 9))
@@ -78,12 +79,16 @@ def test_weights_changed_behind_the_optimizer_are_found_while_training(
 ) -> None:
     model, optimizer = build()
     weight = next(model.parameters())
-    with stepwell.open_sync(config(memory_directory, tmp_path / "run"), model=model, optimizer=optimizer) as well:
-        with pytest.warns(UserWarning, match="the state is captured from now on"):
+    with stepwell.open_sync(
+        config(memory_directory, tmp_path / "run"), model=model, optimizer=optimizer
+    ) as well:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
             for step in range(60):
                 train(model, optimizer, step)
                 if step >= 5:
                     weight.data.mul_(0.999)
                 well.save(step)
                 well.wait_until_finished()
+        assert any("the state is captured from now on" in str(warning.message) for warning in heard)
         assert well.metrics().saves[-1].kind == "state"
