@@ -107,8 +107,10 @@ def train(line: Line, order: Order) -> None:
                 handle.until()
         if order.get("linger"):
             line.tell("idle")
+            idle = threading.Event()
             while True:
-                signal.pause()
+                # Not signal.pause: a signal that comes just before it would be slept over for ever.
+                idle.wait(0.05)
     line.tell("done")
 
 
