@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import stepwell
 from stepwell.cli import app
+from stepwell.viewing import View
 
 GRADIENTS = [{"capture": "gradient"}, "shard", "replicate", "commit"]
 STATES = [{"capture": "state"}, {"delta": "ordered_delta"}, "shard", "replicate", "commit"]
@@ -48,3 +50,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
     told = capsys.readouterr()
     assert told.out.count("\n") == 1, told
     return code, json.loads(told.out)
+
+
+def read(state: View, key: str) -> memoryview:
+    """Read one object of a view."""
+    return asyncio.run(state.fetch(key))
