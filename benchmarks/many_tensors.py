@@ -1,8 +1,8 @@
 """Blocked time of many small tensors beside one large tensor of the same bytes.
 
 Two models of equal size are trained with a checkpoint every step: 10,000 parameters of 1 KiB each, and
-one parameter of 10,000 KiB. SGD is used so that the update itself costs next to nothing. Saves go to the memory
-tier alone: in a directory a base of so many arrays has four files each, which is not what is measured here.
+one parameter of 10,000 KiB. SGD is used so that the update itself costs next to nothing. Saves go to the
+memory tier alone: in a directory a base has two files for each array, which is not what is measured here.
 
 Keys::
 
