@@ -3,6 +3,8 @@
 Candidates are tried newest first. Damage anywhere moves on: to the next tier for one object, to an
 older base for a damaged one, to an older step where nothing whole leads to a newer. A replay whose
 digest does not match, made in the environment the updates were made in, is damage as well.
+
+Just over 400 lines: choosing, loading and judging go back and forth when something is damaged.
 """
 
 from __future__ import annotations

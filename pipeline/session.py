@@ -2,6 +2,9 @@
 
 Everything public here belongs to the trainer's thread, except ``drain`` (signal handlers) and what
 `RunnerEvents` calls from the runner's thread; what both touch is guarded by one lock.
+
+Over 400 lines: one object owns the order in which threads, locks and tiers begin and end, and that order is
+easier to keep right in one place than across files.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from stepwell.errors import (
@@ -25,7 +27,7 @@ from stepwell.errors import (
     UsageError,
 )
 from stepwell.pipeline.base import ChunkStage
-from stepwell.pipeline.capture import Capture, Mode
+from stepwell.pipeline.capture import Capture
 from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.forks import at_fork
 from stepwell.pipeline.gate import Gate
@@ -43,6 +45,7 @@ from stepwell.pipeline.records import Link, RunRecord
 from stepwell.pipeline.recovery import Outcome, Recovery
 from stepwell.pipeline.regions import BaseRegions, Regions
 from stepwell.pipeline.runner import Runner
+from stepwell.pipeline.session_options import SessionOptions
 from stepwell.pipeline.shard import Shard
 from stepwell.pipeline.source import SaveSource
 from stepwell.pipeline.submission import Submission
@@ -52,32 +55,11 @@ from stepwell.pipeline.workers import Workers
 from stepwell.stores.arena import Arena
 from stepwell.stores.base import Failure
 
-__all__ = ["Session", "SessionOptions"]
+__all__ = ["Session"]
 
 Result = TypeVar("Result")
 
 OPEN_DEADLINE_S = 300.0  # listing a run, even on a slow network file system
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOptions:
-    """Settings of a run; named and explained in ``stepwell.config.Config``."""
-
-    capture: Mode = "gradient"
-    save_every: int = 1
-    base_every: int = 50
-    log_budget: float = 1.0
-    stall_limit_s: float = 60.0
-    skip: bool = False
-    on_lost_steps: str = "accept"
-    inexact: str = "accept"
-    chunk_bytes: int = 16 << 20
-    budget_bytes: int = 256 << 20
-    drain_deadline_s: float = 30.0
-    close_deadline_s: float = 600.0
-    threads: int = 1
-    slots: int = 3
-    handle_sigterm: bool = True
 
 
 class Session:

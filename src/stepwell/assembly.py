@@ -23,7 +23,8 @@ from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.loop import Loop
 from stepwell.pipeline.quantize import Quantize
 from stepwell.pipeline.records import IncarnationRecord, RunRecord
-from stepwell.pipeline.session import Session, SessionOptions
+from stepwell.pipeline.session import Session
+from stepwell.pipeline.session_options import SessionOptions
 from stepwell.pipeline.sparsify import Sparsify
 from stepwell.pipeline.tier import OnError, Tier
 from stepwell.stores.arena import Arena
