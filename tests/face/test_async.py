@@ -295,5 +295,3 @@ def test_async_face_in_several_loops_one_after_the_other(run: Run) -> None:
 
         asyncio.run(one())
         assert job.bits() == uninterrupted(2 * life + 2)[-1]
-
-

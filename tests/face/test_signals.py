@@ -114,9 +114,7 @@ def test_second_sigterm_does_not_cut_the_first_one_short(run: Run, zygote: Zygot
     check_directory_alone(run, 3)
 
 
-def test_handler_of_the_script_is_called_after_the_drain_and_put_back(
-    run: Run, handler_before: None
-) -> None:
+def test_handler_of_the_script_is_called_after_the_drain_and_put_back(run: Run, handler_before: None) -> None:
     """A script's own handler (a flag, say) works as before; training can go on after it."""
     called: list[tuple[int, int | None]] = []
     came = threading.Event()
@@ -226,5 +224,3 @@ def test_the_handler_itself_waits_for_nothing(handler_before: None) -> None:
     assert came.wait(PATIENCE_S)
     assert drained.is_set()
     handler.remove()
-
-
