@@ -15,6 +15,7 @@ Keys::
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -85,18 +86,27 @@ def measure(
 
 def look(step: int, root: Path, arena: Path) -> dict[str, int]:
     """Take all sizes now."""
-    files = [entry for entry in root.rglob("*") if entry.is_file()]
+    sizes = sizes_below(root)
     return {
         "step": step,
-        "memory_tier_bytes": sum(
-            entry.stat().st_blocks * 512 for entry in arena.rglob("*") if entry.is_file()
-        ),
-        "directory_bytes": sum(entry.stat().st_size for entry in files),
-        "objects": len(files),
+        "memory_tier_bytes": sum(blocks for _, blocks in sizes_below(arena)),
+        "directory_bytes": sum(size for size, _ in sizes),
+        "objects": len(sizes),
         "rss_bytes": int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         * os.sysconf("SC_PAGE_SIZE"),
         "descriptors": len(os.listdir("/proc/self/fd")),
     }
+
+
+def sizes_below(top: Path) -> list[tuple[int, int]]:
+    """Length and bytes on disk of every file; what is reclaimed meanwhile is left out."""
+    sizes = []
+    for directory, _, names in os.walk(top):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(os.path.join(directory, name))
+                sizes.append((status.st_size, status.st_blocks * 512))
+    return sizes
 
 
 def growth(values: list[int]) -> float:
