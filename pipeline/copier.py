@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from stepwell.errors import DeadlineError, UsageError
-from stepwell.pipeline.workers import use_one_torch_thread
+from stepwell.pipeline.workers import become_background
 
 __all__ = ["Copier"]
 
@@ -67,7 +67,7 @@ class Copier:
             raise DeadlineError(f"the background copy of gradients did not end within {timeout_s} s")
 
     def _run(self) -> None:
-        use_one_torch_thread()
+        become_background()
         while self._step():
             pass
 

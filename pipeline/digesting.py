@@ -20,7 +20,7 @@ from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.plan import plan_layout
 from stepwell.pipeline.state_digest import StateDigester
 from stepwell.pipeline.watch import versions_of
-from stepwell.pipeline.workers import use_one_torch_thread
+from stepwell.pipeline.workers import become_background
 
 __all__ = ["WeightDigests"]
 
@@ -45,7 +45,7 @@ class WeightDigests:
         self._first = 0
         self._began = time.monotonic()
         self._states_s = 0.0
-        self._pool = ThreadPoolExecutor(1, "stepwell-digest", initializer=use_one_torch_thread)
+        self._pool = ThreadPoolExecutor(1, "stepwell-digest", initializer=become_background)
 
     @property
     def layout(self) -> Layout:

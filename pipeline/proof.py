@@ -8,6 +8,7 @@ each depends on itself alone, and everything for a class that is not torch's.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,6 +34,7 @@ __all__ = [
     "ProofUpdate",
     "StateSource",
     "Subject",
+    "Turn",
     "Unit",
     "Verdict",
     "cut_unit",
@@ -136,6 +138,22 @@ class Unit:
     pieces: tuple[Piece, ...]
     parts: tuple[int, ...]
     sliced: bool
+
+
+@dataclass(slots=True)
+class Turn:
+    """Which units are proven this time, where all of them would take too long.
+
+    Attributes
+    ----------
+    next : int
+        Unit to begin with; moved on by each one that is proven.
+    budget_s : float
+        Processor time of the calling thread. One unit is proven in any case.
+    """
+
+    next: int = 0
+    budget_s: float = float("inf")
 
 
 def live_subject(
@@ -275,6 +293,7 @@ def prove_chain(
     updates: Sequence[ProofUpdate],
     target: StateSource | Callable[[int], str | None],
     stop: Callable[[], bool] = lambda: False,
+    turn: Turn | None = None,
 ) -> Verdict:
     """Replay all of `updates` from `start`, unit by unit, and compare with `target`.
 
@@ -293,11 +312,20 @@ def prove_chain(
         layout``, None where it is not known (a digest with holes).
     stop : callable
         Asked before each unit; ends the proof as inconclusive.
+    turn : Turn, optional
+        Prove only as many units as it allows, and let it move on. Default: all.
     """
     own = [update for update in updates if update.record.optimizer == subject.index]
     unknown = 0
+    turn = Turn() if turn is None else turn
+    began = time.thread_time()
+    units = units_of(subject)
     try:
-        for unit in units_of(subject):
+        for count in range(len(units)):
+            if count and time.thread_time() - began > turn.budget_s:
+                break
+            turn.next %= len(units)
+            unit = units[turn.next]
             if stop():
                 return Verdict(Outcome.INCONCLUSIVE, what, "stopped before its end")
             slices = cut_unit(subject, unit, start)
@@ -309,6 +337,7 @@ def prove_chain(
                 unknown += holes
             if found is not None:
                 return Verdict(Outcome.MISMATCH, what, found)
+            turn.next += 1
     except StepwellError as error:
         # What cannot be replayed now cannot be recovered from later.
         return Verdict(Outcome.MISMATCH, what, f"replay failed: {error}")

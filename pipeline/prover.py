@@ -30,7 +30,7 @@ from stepwell.pipeline.proof import (
     replay_unit,
     units_of,
 )
-from stepwell.pipeline.workers import lower_priority, use_one_torch_thread
+from stepwell.pipeline.workers import become_background
 
 __all__ = ["UNIT_BYTES_MAX", "Prover"]
 
@@ -38,9 +38,6 @@ UNIT_BYTES_MAX = 64 << 20
 """Weights of the largest unit that is rotated over: copying it twice must fit into a window."""
 
 TASKS_MAX = 8
-
-NICE = 10
-"""Lowered priority of the prover's thread."""
 
 Task = Callable[[], Verdict]
 
@@ -65,8 +62,6 @@ class Prover:
         Given each verdict, on the prover's thread or on that of `observe`; must be quick.
     unit_bytes_max : int
         Units with larger weights are left out of the rotation.
-    nice : int
-        Lowering of the thread's priority.
 
     Attributes
     ----------
@@ -85,10 +80,8 @@ class Prover:
         report: Callable[[Verdict], None],
         *,
         unit_bytes_max: int = UNIT_BYTES_MAX,
-        nice: int = NICE,
     ) -> None:
         self._report = report
-        self._nice = nice
         self._turn = [
             (subject, unit)
             for subject in subjects
@@ -220,8 +213,7 @@ class Prover:
             self._thread.start()
 
     def _work(self) -> None:
-        use_one_torch_thread()
-        lower_priority(self._nice)
+        become_background()
         while (task := self._tasks.get()) is not None:
             try:
                 verdict = task()

@@ -3,6 +3,7 @@
 Per save, on the digest thread: the digest of the weights, then one unit of the state for the rotating
 proof. On the prover's own thread: the first two updates wholly, and every base against the replay of the
 chain before it, both read back from the memory tier, so that what is proven is what a recovery would use.
+The first such chain is proven whole; of later ones as many chunks in turn as their share of time allows.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from stepwell.pipeline.proof import (
     ProofUpdate,
     StateSource,
     Subject,
+    Turn,
     Verdict,
     live_subject,
     prove_chain,
@@ -56,6 +58,7 @@ Result = TypeVar("Result")
 
 FIRST_UPDATES = 2  # proven wholly, from the first base on
 ROTATION_SHARE = 0.03  # of a processor: where steps take milliseconds, not every save is rotated over
+BASE_SHARE = 0.05  # of a processor: bases may come every few steps, and a whole proof costs several updates
 READY_TIMEOUT_S = 60.0
 COMMIT_TIMEOUT_S = 600.0
 
@@ -65,6 +68,7 @@ class _Saved:
     link: Link
     handle: SaveHandle
     digest: Future[object]
+    at_s: float
 
 
 class Proving:
@@ -112,12 +116,14 @@ class Proving:
         self._began = time.monotonic()
         self._updates = 0
         self._first_done = False
+        self._turns: list[Turn] = []
+        self._whole_chain_proven = False
         self.verdicts: list[Verdict] = []
 
     def follow(self, link: Link, handle: SaveHandle, captured: CapturedSave, digest: Future[object]) -> None:
         """Take a save into account that was just captured, and begin what it makes provable."""
         self._renew()
-        saved = _Saved(link, handle, digest)
+        saved = _Saved(link, handle, digest, time.monotonic())
         if captured.kind is SaveKind.GRADIENT:
             self._chain.append(saved)
             self._updates += len(captured.updates)
@@ -170,6 +176,8 @@ class Proving:
             live_subject(one.index, one.optimizer, one.plan.layout, parameters) for one in tap.taps
         ]
         self._prover = Prover(self._subjects, self._report)
+        self._turns = [Turn() for _ in self._subjects]
+        self._whole_chain_proven = False
 
     def _report(self, verdict: Verdict) -> None:
         self.verdicts.append(verdict)
@@ -229,15 +237,23 @@ class Proving:
         stages = self._stages()
         weights = self._digests.layout
         proofs = [ProofUpdate(update.record, partial(self._gradient, update, stages)) for update in updates]
-        for subject, name in zip(subjects, (ref.name for ref in self._live.optimizers), strict=True):
+        turns = self._turns
+        for turn in turns:
+            turn.budget_s = float("inf")
+            if target is not None and self._whole_chain_proven:
+                turn.budget_s = BASE_SHARE * (target.at_s - base.at_s) / len(turns)
+        names = [ref.name for ref in self._live.optimizers]
+        for subject, name, turn in zip(subjects, names, turns, strict=True):
             wanted: StateSource | Callable[[int], str | None]
             if goal is not None:
                 wanted = goal(name)
             else:
                 wanted = _digests(subject.layout, weights, chain[-1].digest.result())
-            verdict = prove_chain(subject, what, start(name), proofs, wanted, lambda: prover.stopping)
+            verdict = prove_chain(subject, what, start(name), proofs, wanted, lambda: prover.stopping, turn)
             if verdict.outcome is not Outcome.PROVEN:
                 return verdict
+        if target is not None:
+            self._whole_chain_proven = True
         return Verdict(Outcome.PROVEN, what)
 
     async def _state(self, tier: Tier, source: SaveSource, link: Link) -> Callable[[str], StateSource]:

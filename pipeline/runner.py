@@ -35,6 +35,7 @@ from stepwell.pipeline.retention import Removal
 from stepwell.pipeline.shard import Shard
 from stepwell.pipeline.tier import Tier
 from stepwell.pipeline.workers import Workers
+from stepwell.stores.threads import lower_priority
 
 __all__ = ["Runner", "RunnerEvents"]
 
@@ -189,6 +190,7 @@ class Runner:
             self._steps.put_nowait(job)
 
     def _run(self) -> None:
+        lower_priority()
         try:
             asyncio.run(self._main())
         except BaseException as error:  # told to everyone who waits; the thread has nobody above it

@@ -112,7 +112,7 @@ class Session:
         self._handles: deque[SaveHandle] = deque()
         self.ledger = Ledger([tier.name for tier in tiers])
         self._regions = Regions(arena)
-        self._background = Workers(1, "stepwell-reserve", nice=5)
+        self._background = Workers(1, "stepwell-reserve")
         stall_limit_s = 0.0 if options.skip else options.stall_limit_s
         self._bases = BaseRegions(self._regions, stall_limit_s, self._background.submit)
         self._digests = WeightDigests(live, options.chunk_bytes)
@@ -270,7 +270,7 @@ class Session:
             return None
         began = time.monotonic()
         newest = self._runner.inventory.newest_known()
-        workers = Workers(max(1, self.options.threads), "stepwell-restore")
+        workers = Workers(max(1, self.options.threads), "stepwell-restore", background=False)
         try:
             source = SaveSource(self.tiers, self._runner.inventory, self._runner.commit)
             outcome, recovery = self._wait(self._recover(source, workers), None)

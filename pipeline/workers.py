@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +10,9 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Workers", "lower_priority", "use_one_torch_thread"]
+from stepwell.stores.threads import lower_priority
+
+__all__ = ["Workers", "become_background", "use_one_torch_thread"]
 
 Result = TypeVar("Result")
 
@@ -25,13 +26,13 @@ class Workers:
         Threads.
     name : str
         Prefix of the threads' names.
-    nice : int
-        Added to the threads' scheduling priority number on Linux; 0 leaves it.
+    background : bool
+        Whether they run behind the training; not those the trainer waits for.
     """
 
-    def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
-        self._nice = nice
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=self._prepare)
+    def __init__(self, count: int, name: str, *, background: bool = True) -> None:
+        prepare = become_background if background else use_one_torch_thread
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=prepare)
 
     async def run(self, function: Callable[[], Result]) -> Result:
         """Run `function` in a thread and wait for it.
@@ -61,11 +62,6 @@ class Workers:
         """Wait for what runs and end the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _prepare(self) -> None:
-        use_one_torch_thread()
-        if self._nice:
-            lower_priority(self._nice)
-
 
 def use_one_torch_thread() -> None:
     """Make torch use one thread in the calling thread, and only there.
@@ -81,10 +77,7 @@ def use_one_torch_thread() -> None:
         restorer.join()
 
 
-def lower_priority(nice: int) -> None:
-    """Lower the priority of the calling thread where the system schedules threads one by one (Linux)."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-    except (OSError, AttributeError):
-        # A container may forbid it; the thread then competes like any other, which is only slower.
-        return
+def become_background() -> None:
+    """Make the calling thread one that works behind the training, with one torch thread."""
+    use_one_torch_thread()
+    lower_priority()

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from stepwell.stores.direct import DIRECT_BYTES_MIN, write_blocks
+
 __all__ = [
     "TEMP_PREFIX",
     "DirectorySync",
@@ -93,7 +95,10 @@ def write_temporary(root: str, directory: str, parts: Sequence[memoryview]) -> T
         # Unsupported on some network file systems; then nobody sweeps there.
         with suppress(OSError):
             fcntl.flock(temporary.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _write_all(temporary.fd, parts)
+        written = 0
+        if sum(part.nbytes for part in parts) >= DIRECT_BYTES_MIN:
+            written = write_blocks(temporary.fd, parts)
+        _write_all(temporary.fd, _rest(parts, written))
     except BaseException:
         temporary.discard()
         raise
@@ -113,24 +118,22 @@ def _open_temporary(root: str, directory: str) -> Temporary:
     raise AssertionError("the last attempt returns or raises")
 
 
+def _rest(parts: Sequence[memoryview], written: int) -> Sequence[memoryview]:
+    """Return what is left of the parts after so many bytes."""
+    for index, part in enumerate(parts):
+        if written < part.nbytes:
+            return [part[written:], *parts[index + 1 :]]
+        written -= part.nbytes
+    return []
+
+
 def _write_all(fd: int, parts: Sequence[memoryview]) -> None:
     """Write all parts without joining them."""
-    at = 0
-    rest: memoryview | None = None  # what is left of parts[at], if it was begun
-    while at < len(parts):
-        group = list(parts[at : at + _IOV_COUNT_MAX])
-        if rest is not None:
-            group[0] = rest
-        written = os.writev(fd, group)
+    while parts:
+        written = os.writev(fd, parts[:_IOV_COUNT_MAX])
         if written <= 0:
             raise OSError(errno.EIO, "nothing was written")
-        for view in group:
-            if written < view.nbytes:
-                rest = view[written:]
-                break
-            written -= view.nbytes
-            rest = None
-            at += 1
+        parts = _rest(parts, written)
 
 
 def make_directories(root: str, directory: str) -> None:

@@ -20,6 +20,7 @@ from stepwell.pipeline.proof import (
     Outcome,
     ProofUpdate,
     StateSource,
+    Turn,
     Verdict,
     live_subject,
     prove_chain,
@@ -329,6 +330,27 @@ def test_a_new_base_is_proven_against_the_old_one(make: Callable[..., torch.opti
     verdict = prove_chain(training.subject, "base", old, updates, new)
     assert verdict.outcome is MISMATCH
     assert "model/0.5[0:35]" in verdict.reason
+
+
+def test_a_proof_with_little_time_takes_the_units_in_turn() -> None:
+    training = Training(MAKERS[0])
+    old = training.frozen()
+    updates = [training.update((k % 6,)) for k in range(7)]
+    new = training.frozen()
+    new.weights["model/0.5"].view(torch.int32)[4, 6] ^= 1
+    units = len(units_of(training.subject))
+    assert units > 2
+    turn = Turn(budget_s=0.0)
+    outcomes = []
+    for _ in range(units):
+        before = turn.next
+        outcomes.append(prove_chain(training.subject, "base", old, updates, new, turn=turn).outcome)
+        if outcomes[-1] is PROVEN:
+            assert turn.next == before + 1
+        else:
+            turn.next += 1
+    assert outcomes.count(MISMATCH) == 1
+    assert outcomes.count(PROVEN) == units - 1
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=["adamw", "fused", "sgd", "adafactor", "user"])
