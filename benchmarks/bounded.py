@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import statistics
-import tempfile
 from pathlib import Path
 
 import torch
 
 import stepwell
 from benchmarks.gpt import GPT, train_step
-from benchmarks.report import arguments, machine, publish
+from benchmarks.report import arguments, machine, memory_and_directory, places, publish
 
 
 def main() -> None:
@@ -38,13 +36,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(vocabulary=512, context=64, width=128, layers=2, heads=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    root = Path(tempfile.mkdtemp(prefix="stepwell-bench-", dir=options.dir))
-    arena = Path(tempfile.mkdtemp(prefix="stepwell-bench-", dir="/dev/shm"))
-    try:
+    with places(options.dir) as (root, arena):
         result = measure(model, optimizer, root, arena, options.steps, options.every)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.rmtree(arena, ignore_errors=True)
     publish(result, as_json=options.json)
 
 
@@ -54,12 +47,7 @@ def measure(
     """Train and look every so many steps."""
     generator = torch.Generator().manual_seed(1)
     rows: list[dict[str, int]] = []
-    config = {
-        "tiers": [
-            {"kind": "memory", "directory": str(arena / "a")},
-            {"kind": "directory", "path": str(root / "run")},
-        ]
-    }
+    config = memory_and_directory(root, arena)
     with stepwell.open_sync(config, model=model, optimizer=optimizer) as well:
         for step in range(steps):
             train_step(model, optimizer, 4, 32, generator)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 
 import stepwell
 from benchmarks.gpt import gpt2_small, train_step
-from benchmarks.report import arguments, machine, percentile, publish
+from benchmarks.report import arguments, machine, memory_and_directory, percentile, places, publish
 
 
 def main() -> None:
@@ -44,16 +43,18 @@ def main() -> None:
     torch.manual_seed(0)
     model = gpt2_small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    root = Path(tempfile.mkdtemp(prefix="stepwell-bench-", dir=options.dir))
-    try:
-        result = measure(model, optimizer, root, options.steps, options.repeats)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    with places(options.dir) as (disk, memory):
+        result = measure(model, optimizer, disk, memory, options.steps, options.repeats)
     publish(result, as_json=options.json)
 
 
 def measure(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, root: Path, steps: int, repeats: int
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    root: Path,
+    memory: Path,
+    steps: int,
+    repeats: int,
 ) -> dict[str, object]:
     """Measure all three, one after the other, in this process."""
     generator = torch.Generator().manual_seed(1)
@@ -63,7 +64,7 @@ def measure(
     # Two steps first, so that the optimizer's state exists and pages are warm.
     for _ in range(2):
         train_step(model, optimizer, 1, 64, generator)
-    with stepwell.open_sync(str(root / "stepwell"), model=model, optimizer=optimizer) as well:
+    with stepwell.open_sync(memory_and_directory(root, memory), model=model, optimizer=optimizer) as well:
         for step in range(steps):
             began = time.perf_counter()
             train_step(model, optimizer, 1, 64, generator)
@@ -71,7 +72,7 @@ def measure(
             step_s.append(time.perf_counter() - began)
         for record in well.metrics().saves[2:]:  # the first two are probation, captured eagerly
             (with_base if record.base else plain).append(record.blocked_s)
-    shutil.rmtree(root / "stepwell", ignore_errors=True)
+    shutil.rmtree(root / "run", ignore_errors=True)
 
     state = live_state(model, optimizer)
     memcpy_s = measure_memcpy(state, repeats)

@@ -26,7 +26,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -35,7 +34,7 @@ import xxhash
 
 import stepwell
 from benchmarks.gpt import GPT, train_step
-from benchmarks.report import arguments, machine, publish
+from benchmarks.report import arguments, machine, places, publish
 
 STEPS = 1_000_000
 
@@ -50,13 +49,8 @@ def main() -> None:
     if options.child is not None:
         child(options.child)
         return
-    root = Path(tempfile.mkdtemp(prefix="stepwell-kill-"))
-    arena = Path(tempfile.mkdtemp(prefix="stepwell-kill-", dir="/dev/shm"))
-    try:
+    with places() as (root, arena):
         result = parent(root, arena, options.kills, options.seed, options.longest)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.rmtree(arena, ignore_errors=True)
     publish(result, as_json=options.json)
     if result["wrong"] or result["lost_acknowledged"]:
         sys.exit(1)

@@ -16,16 +16,13 @@ Keys::
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import stepwell
-from benchmarks.report import arguments, machine, percentile, publish
+from benchmarks.report import arguments, machine, percentile, places, publish
 
 
 def main() -> None:
@@ -61,12 +58,9 @@ def measure(values: list[torch.Tensor], steps: int) -> list[tuple[float, bool]]:
     model = nn.ParameterList(nn.Parameter(value) for value in values)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     parameters = list(model.parameters())
-    arena = Path(tempfile.mkdtemp(prefix="stepwell-bench-", dir="/dev/shm"))
-    try:
-        settings: dict[str, object] = {"tiers": [{"kind": "memory", "directory": str(arena / "a")}]}
+    with places() as (_, memory):
+        settings: dict[str, object] = {"tiers": [{"kind": "memory", "directory": str(memory / "arena")}]}
         return saves(model, optimizer, parameters, settings, steps)
-    finally:
-        shutil.rmtree(arena, ignore_errors=True)
 
 
 def saves(

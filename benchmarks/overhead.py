@@ -8,6 +8,7 @@ finished the last one, so the cost shows inside the blocks with checkpoints or n
 Keys::
 
     params, steps_per_block, pairs, machine
+    kept_freed_memory                   whether glibc was told to keep what is freed, for both kinds of blocks
     step_ms_with, step_ms_without       medians over all steps
     ratio, ratio_low, ratio_high        median of the pairs' ratios and its 95 % interval
     verdict                             "met" | "missed" | "undecided" against 1.02
@@ -19,9 +20,7 @@ Keys::
 from __future__ import annotations
 
 import contextlib
-import shutil
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
@@ -29,7 +28,16 @@ import torch
 
 import stepwell
 from benchmarks.gpt import GPT, train_step
-from benchmarks.report import arguments, interval_of_median, machine, percentile, publish
+from benchmarks.report import (
+    arguments,
+    interval_of_median,
+    keep_freed_memory,
+    machine,
+    memory_and_directory,
+    percentile,
+    places,
+    publish,
+)
 
 GOAL = 1.02
 
@@ -43,24 +51,27 @@ def main() -> None:
     parser.add_argument(
         "--dir", type=Path, default=None, help="where to write (default: a temporary directory)"
     )
+    parser.add_argument(
+        "--default-allocator", action="store_true", help="leave glibc as it is (see keep_freed_memory)"
+    )
     options = parser.parse_args()
 
+    kept = not options.default_allocator and keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = GPT(vocabulary=16384, context=256, width=512, layers=8, heads=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    root = Path(tempfile.mkdtemp(prefix="stepwell-bench-", dir=options.dir))
-    try:
-        result = measure(model, optimizer, root, options.steps, options.pairs, options.batch, options.time)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    with places(options.dir) as (disk, memory):
+        config = memory_and_directory(disk, memory)
+        result = measure(model, optimizer, config, options.steps, options.pairs, options.batch, options.time)
+    result["kept_freed_memory"] = kept
     publish(result, as_json=options.json)
 
 
 def measure(
     model: GPT,
     optimizer: torch.optim.Optimizer,
-    root: Path,
+    config: dict[str, object],
     steps_per_block: int,
     pairs: int,
     batch_size: int,
@@ -73,7 +84,7 @@ def measure(
     ratios: list[float] = []
     label = 0
 
-    with stepwell.open_sync(str(root / "run"), model=model, optimizer=optimizer) as well:
+    with stepwell.open_sync(config, model=model, optimizer=optimizer) as well:
 
         def block(save: bool) -> float:
             nonlocal label

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
-__all__ = ["arguments", "interval_of_median", "machine", "percentile", "publish"]
+__all__ = [
+    "arguments",
+    "interval_of_median",
+    "keep_freed_memory",
+    "machine",
+    "memory_and_directory",
+    "percentile",
+    "places",
+    "publish",
+]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -74,6 +88,49 @@ def publish(result: Mapping[str, object], *, as_json: bool) -> None:
     for key, value in result.items():
         text = f"{value:.6g}" if isinstance(value, float) else str(value)
         print(f"{key:<{width}}  {text}")
+
+
+@contextlib.contextmanager
+def places(directory: Path | None = None) -> Iterator[tuple[Path, Path]]:
+    """Give an empty directory on disk and one in memory, both removed at the end, also after SIGTERM.
+
+    Parameters
+    ----------
+    directory : Path, optional
+        Where the one on disk is made. Default: where temporary files go.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with (
+        tempfile.TemporaryDirectory(prefix="stepwell-bench-", dir=directory) as disk,
+        tempfile.TemporaryDirectory(prefix="stepwell-bench-", dir="/dev/shm") as memory,
+    ):
+        yield Path(disk), Path(memory)
+
+
+def memory_and_directory(disk: Path, memory: Path) -> dict[str, object]:
+    """Return a configuration with the two tiers that are there by default, in the places given."""
+    return {
+        "tiers": [
+            {"kind": "memory", "directory": str(memory / "arena")},
+            {"kind": "directory", "path": str(disk / "run")},
+        ]
+    }
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep what is freed instead of giving it back; False where there is no glibc.
+
+    By default it gives back and takes anew, page by page, the gradients of every step or none of
+    them, as they happen to lie. That is up to an eighth of a step here, with and without
+    checkpoints, and more than what is to be measured.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4
+    settings = ((m_trim_threshold, (1 << 31) - 1), (m_top_pad, 256 << 20), (m_mmap_max, 0))
+    return all([bool(mallopt(option, value)) for option, value in settings])
 
 
 def _cpu_name() -> str:

@@ -138,6 +138,14 @@ class Capture:
         """Refuse a save in the middle of gradient accumulation; see `GradientTap.check_saveable`."""
         self.tap.check_saveable()
 
+    def unwritten(self) -> Callable[[], bool]:
+        """Return a test, for any thread, whether no weight was written since the last save.
+
+        Right after `take`; it compares with versions that were read there anyway.
+        """
+        trained, frozen = self.tap.unwritten(), self._watch.mark()
+        return lambda: trained() and frozen()
+
     def rebase(self) -> None:
         """Go on from the state of now, which an exact restore has loaded: no base is needed first."""
         self._refresh()

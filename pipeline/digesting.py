@@ -19,7 +19,6 @@ from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.plan import plan_layout
 from stepwell.pipeline.state_digest import StateDigester
-from stepwell.pipeline.watch import versions_of
 from stepwell.pipeline.workers import become_background
 
 __all__ = ["WeightDigests"]
@@ -63,12 +62,6 @@ class WeightDigests:
         """Digest everything now in terms of a saved layout and algorithm."""
         weights = _whole(Digester(layout, self._tensors(), algorithm=algorithm))
         return replace(weights, states=self._states.digest())
-
-    def window(self, updates_begun: Callable[[], int], expected: int) -> DigestWindow:
-        """Return the window of a save that was just captured; call it before training goes on."""
-        tensors = [ref.tensor for ref in self._live.parameters]
-        versions = versions_of(tensors)
-        return DigestWindow(updates_begun, expected, lambda: versions_of(tensors) == versions)
 
     def submit(
         self, window: DigestWindow, eager: Digest | None, then: Callable[[DigestWindow], None]

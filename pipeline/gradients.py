@@ -200,6 +200,11 @@ class GradientTap:
         interval, self._interval = self._interval, _Open()
         return Interval(tuple(interval.updates), tuple(interval.slots), None)
 
+    def unwritten(self) -> Callable[[], bool]:
+        """Return a test, for any thread, whether no parameter was written since the last look."""
+        tests = [tap.unwritten() for tap in self.taps]
+        return lambda: all(test() for test in tests)
+
     def check_saveable(self) -> None:
         """Refuse a save between backward and update.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, cast
 
@@ -20,7 +21,9 @@ from stepwell.pipeline.replayable import (
     Arguments,
     closure_of,
     gradient_specs,
+    gradients_of,
     hidden_from_compilers,
+    missing_of,
     parameters_of,
     runs_hooks,
     why_not_gradients,
@@ -33,7 +36,7 @@ from stepwell.pipeline.state_watch import StateWatch
 from stepwell.pipeline.tapped import HeldCopy, TappedUpdate, fence_of, finished
 from stepwell.pipeline.tree import JsonValue, encode_tree
 from stepwell.pipeline.update import GroupEncoder, UpdateRecord, class_name_of, environment_of
-from stepwell.pipeline.watch import GradientWatch, ParameterWatch, unused_gradient, versions_of
+from stepwell.pipeline.watch import GradientWatch, ParameterWatch, all_none, unused_gradient, versions_of
 
 if TYPE_CHECKING:
     from collections import OrderedDict
@@ -90,6 +93,7 @@ class OptimizerTap:
         self._depth = 0
         self._captured = False
         self._latest: Sequence[torch.Tensor | None] = ()
+        self._latest_versions: list[int] | None = None
         self.probation = Probation(self.names)
         self._environment: dict[str, JsonValue] | None = None
         self._device_type = self.parameters[0].device.type if self.parameters else "cpu"
@@ -101,7 +105,7 @@ class OptimizerTap:
         self._all_parts = tuple(range(len(self.plan.layout.chunks)))
         self._encoder = GroupEncoder(name, indices)
         self._watch = ParameterWatch(self.names, self.parameters)
-        self._state = StateWatch(optimizer)
+        self._state = StateWatch(optimizer, self.parameters)
         self._gradients = GradientWatch()
         self._remember()
         reason = why_not_replayable(optimizer)
@@ -199,15 +203,20 @@ class OptimizerTap:
 
     def _finish_update(self) -> None:
         latest, self._latest = self._latest, ()
+        versions, self._latest_versions = self._latest_versions, None
         if not self._captured:
-            latest = [parameter.grad for parameter in parameters_of(self.optimizer)]
+            latest = gradients_of(self.optimizer)
             if self.owner.capturing:
                 self.owner.break_interval(f"{self.name}: an update did not show its gradients")
         self.owner.updated(self)
-        self._gradients.remember(latest)
+        self._gradients.remember(latest, versions)
         self._remember()
 
     # Guards.
+
+    def unwritten(self) -> Callable[[], bool]:
+        """Return a test, for any thread, whether no parameter was written since the last look."""
+        return self._watch.mark()
 
     def rebase(self) -> None:
         """Take the state of now as described elsewhere."""
@@ -217,7 +226,7 @@ class OptimizerTap:
         reason = why_not_replayable(self.optimizer)
         if reason is not None:
             self.owner.give_up(f"{self.name}: {reason}")
-        elif not self._has(parameters_of(self.optimizer)):
+        elif not self._has_its_parameters():
             self.owner.break_interval(f"{self.name}: its parameter groups changed")
         self._remember()
 
@@ -245,9 +254,12 @@ class OptimizerTap:
             return f"{self.names[changed[0]]}{more} changed without an update"
         return self._state.changed()
 
-    def _has(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Say whether these are the very parameters the run was opened with."""
-        return len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters))
+    def _has_its_parameters(self) -> bool:
+        """Say whether the optimizer has the very parameters the run was opened with."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        if sum(map(len, groups)) != len(self.parameters):
+            return False
+        return all(map(is_, chain.from_iterable(groups), self.parameters))
 
     def _remember(self) -> None:
         self._watch.remember()
@@ -261,8 +273,8 @@ class OptimizerTap:
         """
         if not self._handles:
             return None
-        gradients = [parameter.grad for parameter in parameters_of(self.optimizer)]
-        if self._gradients.same(gradients) or self._watch.changed():
+        gradients = gradients_of(self.optimizer)
+        if all_none(gradients) or self._gradients.same(gradients) or self._watch.changed():
             return None
         unused = unused_gradient(gradients)
         if unused is None:
@@ -283,15 +295,14 @@ class OptimizerTap:
         self.owner.notice_torn()
         if not self.owner.capturing:
             return
-        parameters = parameters_of(self.optimizer)
-        if not self._has(parameters):
+        if not self._has_its_parameters():
             self.owner.break_interval(f"{self.name}: its parameter groups changed")
             return
         if not self.check_unchanged("before an update", depth=self._depth):
             return
-        gradients = [parameter.grad for parameter in parameters]
-        missing = tuple(i for i, gradient in enumerate(gradients) if gradient is None)
-        reason = self._refusal(gradients, missing)
+        gradients = [parameter.grad for parameter in self.parameters]
+        missing = missing_of(gradients)
+        reason = self._refusal()
         if reason is not None:
             self.owner.give_up(f"{self.name}: {reason}")
             return
@@ -310,35 +321,50 @@ class OptimizerTap:
             found_inf=self._inline(found_inf, "found_inf"),
             environment=self._environment_now(),
         )
+        scaled = scale is not None or found_inf is not None
+        must_copy = scaled or writes_gradients(self.optimizer, self._device_type)
+        hold = self.probation.passed and not must_copy
+        # Those that are held are looked at where they are copied; not here, one by one.
+        reason = None if hold else why_not_gradients(gradients, missing, self._dtypes)
+        if reason is not None:
+            self.owner.give_up(f"{self.name}: {reason}")
+            return
         slot = self.owner.claim(self)
         if slot is not None:
-            self._store(slot, record, gradients, scaled=scale is not None or found_inf is not None)
+            self._store(slot, record, gradients, hold=hold, watch=not must_copy)
             self._latest = gradients
             self._captured = True
 
     def _store(
-        self, slot: Slot, record: UpdateRecord, gradients: list[torch.Tensor | None], *, scaled: bool
+        self,
+        slot: Slot,
+        record: UpdateRecord,
+        gradients: list[torch.Tensor | None],
+        *,
+        hold: bool,
+        watch: bool,
     ) -> None:
         """Bring the gradients into the slot, now or in the background."""
         memory = slot.memory(self.plan, self.offset_bytes)
         parts = self._parts(record.missing)
-        must_copy = scaled or writes_gradients(self.optimizer, self._device_type)
-        if self.probation.passed and not must_copy:
+        if hold:
             self._hold(TappedUpdate(record, memory, parts, finished(), by_reference=True), slot, gradients)
             return
         memory.copy_from(gradients, record.missing)
         self.owner.captured(TappedUpdate(record, memory, parts, finished(), by_reference=False))
-        if not must_copy:
+        if watch:
             self.probation.watch(gradients)
 
     def _hold(self, update: TappedUpdate, slot: Slot, gradients: list[torch.Tensor | None]) -> None:
         """Leave the copy to the background."""
         slot.retain()
+        self._latest_versions = versions_of(gradients)
         copy = HeldCopy(
             update,
             slot,
             gradients,
-            versions_of(gradients),
+            self._latest_versions,
+            self._dtypes,
             self.names,
             self.owner.tear,
             fence_of(self._device_type),
@@ -350,12 +376,12 @@ class OptimizerTap:
             raise
         self.owner.captured(update)
 
-    def _refusal(self, gradients: Sequence[torch.Tensor | None], missing: tuple[int, ...]) -> str | None:
+    def _refusal(self) -> str | None:
         if self._device_type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "its step is captured into a CUDA graph"  # not tested: needs an accelerator
         if any(group.get("differentiable") for group in self.optimizer.param_groups):
             return "its step is differentiable"
-        return why_not_repeatable(self.optimizer) or why_not_gradients(gradients, missing, self._dtypes)
+        return why_not_repeatable(self.optimizer)
 
     def _parts(self, missing: tuple[int, ...]) -> tuple[int, ...]:
         """Chunks with at least one gradient."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+from operator import is_
 from typing import TypeVar, cast
 
 import torch
@@ -15,6 +17,8 @@ from stepwell.pipeline.layout import TensorSpec
 __all__ = [
     "Arguments",
     "closure_of",
+    "gradients_of",
+    "missing_of",
     "why_not_gradients",
     "why_not_replayable",
     "with_closure",
@@ -124,6 +128,18 @@ def hidden_from_compilers(function: Function) -> Function:
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradients_of(optimizer: Optimizer) -> list[torch.Tensor | None]:
+    """Return the gradients of the parameters of all groups, in order."""
+    return [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def missing_of(gradients: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    """Return the indices of those that are None."""
+    if not any(map(is_, gradients, repeat(None))):
+        return ()
+    return tuple(i for i, gradient in enumerate(gradients) if gradient is None)
 
 
 def gradient_specs(

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from stepwell.pipeline.capture import Capture, CaptureStage
 from stepwell.pipeline.captured import BaseCopy, CapturedSave, SaveKind
-from stepwell.pipeline.digest import Digest
+from stepwell.pipeline.digest import Digest, DigestWindow
 from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.jobs import BaseJob, StepJob
@@ -139,7 +139,7 @@ class Submission:
             self._digests.run(proving.interrupt)
             return _done(None)
         eager = captured.digest if isinstance(captured.digest, Digest) else None
-        window = self._digests.window(lambda: capture.updates_begun, captured.updates_begun)
+        window = DigestWindow(lambda: capture.updates_begun, captured.updates_begun, capture.unwritten())
         return self._digests.submit(window, eager, lambda window: proving.observe(captured, window))
 
 

@@ -11,6 +11,7 @@ import torch
 
 from stepwell.errors import DeadlineError
 from stepwell.pipeline.layout import Layout
+from stepwell.pipeline.replayable import why_not_gradients
 from stepwell.pipeline.slots import LayoutMemory, Slot
 from stepwell.pipeline.update import UpdateRecord
 from stepwell.pipeline.watch import versions_of
@@ -82,6 +83,8 @@ class HeldCopy:
         Live; let go of at the end.
     versions : list of int
         As they were when the gradients were taken.
+    dtypes : sequence of dtype
+        Of the parameters.
     names : sequence of str
     tear : callable
         Told why, if the gradients were written to before the copy had ended.
@@ -95,21 +98,25 @@ class HeldCopy:
         slot: Slot,
         gradients: Sequence[torch.Tensor | None],
         versions: list[int],
+        dtypes: Sequence[torch.dtype],
         names: Sequence[str],
         tear: Callable[[str], None],
         fence: Fence | None,
     ) -> None:
         self._update, self._slot, self._gradients, self._versions = update, slot, gradients, versions
-        self._names, self._tear, self._fence = names, tear, fence
+        self._dtypes, self._names, self._tear, self._fence = dtypes, names, tear, fence
 
     def __call__(self) -> None:
         """Copy, then look whether anything was written meanwhile."""
         update = self._update
+        missing = update.record.missing
         try:
-            with _behind(self._fence):
-                update.memory.copy_from(self._gradients, update.record.missing)
-            # Read after the last byte: a write that came later than this harms nothing.
-            update.torn = self._written_to()
+            update.torn = why_not_gradients(self._gradients, missing, self._dtypes)
+            if update.torn is None:
+                with _behind(self._fence):
+                    update.memory.copy_from(self._gradients, missing)
+                # Read after the last byte: a write that came later than this harms nothing.
+                update.torn = self._written_to()
         except Exception as error:
             update.torn = f"a gradient could not be copied: {type(error).__name__}: {error}"
             raise

@@ -6,16 +6,26 @@ and writes through ``.data`` never bump a version; digests and the proof find th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_
 
 import torch
 import xxhash
 
 from stepwell.pipeline.bits import as_integers, tensor_bytes
 
-__all__ = ["GradientWatch", "ParameterWatch", "content_mark", "unused_gradient", "versions_of"]
+__all__ = [
+    "GradientWatch",
+    "ParameterWatch",
+    "all_none",
+    "content_mark",
+    "unused_gradient",
+    "versions_of",
+]
 
 WITNESS_COUNT = 4
+SPOT_CHECKS = 64
 WITNESS_ELEMENTS = 1 << 14
 """Held beyond their copy only to recognise kept gradients, so few and small (the smallest ones)."""
 
@@ -29,6 +39,11 @@ def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
         A tensor made in inference mode has no counter.
     """
     return [-1 if tensor is None else tensor._version for tensor in tensors]
+
+
+def all_none(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Say whether there is no gradient at all; ends at the first one."""
+    return all(map(is_, gradients, repeat(None)))
 
 
 def content_mark(tensor: torch.Tensor) -> int:
@@ -77,6 +92,11 @@ class ParameterWatch:
         """Take the state of now as unchanged."""
         self._versions = versions_of(self.tensors)
 
+    def mark(self) -> Callable[[], bool]:
+        """Return a test, for any thread, whether nothing was written since what is remembered now."""
+        tensors, versions = self.tensors, self._versions
+        return lambda: versions_of(tensors) == versions
+
     def changed(self) -> list[int]:
         """Return the indices of the parameters written to since."""
         versions = versions_of(self.tensors)
@@ -97,10 +117,20 @@ class GradientWatch:
         self._versions: list[int] = []
         self._witnesses: list[tuple[int, torch.Tensor]] = []
 
-    def remember(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take these gradients as those of the last update, as they are now."""
-        self._ids = [id(gradient) for gradient in gradients]
-        self._versions = versions_of(gradients)
+    def remember(self, gradients: Sequence[torch.Tensor | None], versions: list[int] | None = None) -> None:
+        """Take these gradients as those of the last update, as they are now.
+
+        Parameters
+        ----------
+        gradients : sequence of Tensor or None
+        versions : list of int, optional
+            As they were before the update, for one that is known not to write into gradients. Some
+            are looked at again, and all if one of those was written to.
+        """
+        self._ids = list(map(id, gradients))
+        if versions is None or not self._still(gradients, versions):
+            versions = versions_of(gradients)
+        self._versions = versions
         places = [index for index, _ in self._witnesses]
         if not places or any(gradients[index] is None for index in places):
             places = self._choose(gradients)
@@ -131,6 +161,11 @@ class GradientWatch:
             gradient is None or (id(gradient) == old and gradient._version == version)
             for gradient, old, version in zip(gradients[:known], self._ids, self._versions, strict=True)
         )
+
+    @staticmethod
+    def _still(gradients: Sequence[torch.Tensor | None], versions: Sequence[int]) -> bool:
+        apart = slice(None, None, max(1, len(gradients) // SPOT_CHECKS))
+        return versions_of(gradients[apart]) == versions[apart]
 
     @staticmethod
     def _choose(gradients: Sequence[torch.Tensor | None]) -> list[int]:

@@ -136,6 +136,16 @@ class FileTree:
             # One may be gone by now: removed as the parent of another, or by another process.
             self.names.sync(directory for directory in left if os.path.isdir(directory))
 
+    def remove_below(self, prefix: str) -> None:
+        """Remove every object whose key starts with `prefix`, which is empty or ends with ``/``."""
+        stack, keys = [prefix], []
+        while stack:
+            top = stack.pop()
+            objects, directories, _ = self.scan(top.removesuffix("/"))
+            keys += [top + name for name in objects]
+            stack += [f"{top}{name}/" for name in directories]
+        self.remove(keys)
+
     def sweep(self, directory: str, names: Sequence[str]) -> list[str]:
         """Remove temporary files whose writers died; return their paths relative to the root."""
         where = os.path.join(self.root, directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -195,10 +196,11 @@ def _map_file(path: str, size_bytes: int, *, writable: bool) -> mmap.mmap:
 def _populate(mapping: mmap.mmap, size_bytes: int, *, writable: bool) -> None:
     """Bring all pages into the page table; the contents stay."""
     advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    pages = np.frombuffer(mapping, np.uint8, size_bytes)
+    # Not ``mmap.madvise``, which keeps the interpreter to itself while pages are found and zeroed.
+    madvise = ctypes.CDLL(None).madvise
     for start in range(0, size_bytes, _POPULATE_STEP_BYTES):
         length = min(_POPULATE_STEP_BYTES, size_bytes - start)
-        try:
-            mapping.madvise(advice, start, length)
-        except OSError:
+        if madvise(ctypes.c_void_p(pages.ctypes.data + start), ctypes.c_size_t(length), advice):
             # An older kernel: read one byte of each page instead.
-            np.frombuffer(mapping, np.uint8, length, start)[::PAGE_BYTES].max()
+            pages[start : start + length : PAGE_BYTES].max()
