@@ -9,6 +9,7 @@ The first such chain is proven whole; of later ones as many chunks in turn as th
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -118,6 +119,7 @@ class Proving:
         self._first_done = False
         self._turns: list[Turn] = []
         self._whole_chain_proven = False
+        self._cut = threading.Event()
         self.verdicts: list[Verdict] = []
 
     def follow(self, link: Link, handle: SaveHandle, captured: CapturedSave, digest: Future[object]) -> None:
@@ -133,6 +135,8 @@ class Proving:
             self._first_done = True
             self._prove(self._base, list(self._chain), None)
         if captured.base is not None:
+            # A proof holds a chain back from retention: no longer than until the next base but one.
+            self._cut.set()
             if self._base is not None and self._chain:
                 self._prove(self._base, list(self._chain), saved)
             self._base, self._chain = saved, []
@@ -195,16 +199,19 @@ class Proving:
             return
         held = self._runner.held
         if held:
-            # Where bases come faster than proofs, some go unproven: chains kept for the prover would
-            # fill the memory beyond the forecast.
+            # Where bases come faster than proofs, some go unproven, and none is proven whole: chains
+            # kept for the prover would fill the memory beyond the forecast.
             what = f"steps {chain[0].link.step} to {chain[-1].link.step} from base {base.link.step}"
             self._report(Verdict(Outcome.INCONCLUSIVE, what, "the proof before it is not done yet"))
             return
         subjects = self._subjects
+        self._cut = cut = threading.Event()
 
         def task() -> Verdict:
             try:
-                return self._proof(tier, prover, subjects, base, chain, target)
+                return self._proof(
+                    tier, lambda: prover.stopping or cut.is_set(), subjects, base, chain, target
+                )
             finally:
                 held.remove(base.link)
 
@@ -216,7 +223,7 @@ class Proving:
     def _proof(
         self,
         tier: Tier,
-        prover: Prover,
+        stop: Callable[[], bool],
         subjects: Sequence[Subject],
         base: _Saved,
         chain: Sequence[_Saved],
@@ -249,7 +256,7 @@ class Proving:
                 wanted = goal(name)
             else:
                 wanted = _digests(subject.layout, weights, chain[-1].digest.result())
-            verdict = prove_chain(subject, what, start(name), proofs, wanted, lambda: prover.stopping, turn)
+            verdict = prove_chain(subject, what, start(name), proofs, wanted, stop, turn)
             if verdict.outcome is not Outcome.PROVEN:
                 return verdict
         if target is not None:
