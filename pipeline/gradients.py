@@ -179,6 +179,7 @@ class GradientTap:
 
     def rebase(self) -> None:
         """Begin a new interval at the state of now, which a base or a restore describes."""
+        self._heed_torn()
         self._drop()
         self._interval = _Open()
         self._torn = None
@@ -255,9 +256,13 @@ class GradientTap:
     def notice_torn(self) -> None:
         """Break the interval if the copier has left a note; eager from then on."""
         if self._torn is not None and self._interval.broken is None:
+            self._heed_torn()
+            self.break_interval(self._torn)
+
+    def _heed_torn(self) -> None:
+        if self._torn is not None:
             for tap in self.taps:
                 tap.probation.always_eager(self._torn)
-            self.break_interval(self._torn)
 
     def claim(self, tap: OptimizerTap) -> Slot | None:
         """Find room for one more update of `tap`; None breaks the interval."""

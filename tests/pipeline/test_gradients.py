@@ -12,6 +12,7 @@ from torch import nn
 
 from stepwell.errors import UsageError
 from stepwell.pipeline.probation import PROBATION_UPDATES
+from stepwell.pipeline.state_watch import ENTRIES_MAX
 
 __all__ = ["one_torch_thread"]  # used by pytest
 
@@ -319,6 +320,65 @@ def test_differentiable_and_sparse_and_other_dtypes_mean_state_capture(rigs):
     model(torch.tensor([1, 2])).sum().backward()
     rig.optimizers[0].step()
     assert "not strided" in rig.tap.take().broken
+
+
+def test_gradients_that_turn_sparse_while_they_are_held_are_torn_and_then_given_up(rigs):
+    copier = HeldCopier()
+    model = nn.Embedding(9, 3)
+    rig = rigs(model, SGD(model.parameters(), lr=0.1), copier=copier)
+    for _ in range(3):
+        model(torch.tensor([1, 2])).sum().backward()
+        rig.optimizers[0].step()
+        rig.optimizers[0].zero_grad()
+        interval = rig.tap.take()
+        copier.run()
+        for slot in interval.slots:
+            slot.release()
+    model.sparse = True
+    model(torch.tensor([1, 2])).sum().backward()
+    rig.optimizers[0].step()
+    held = rig.tap.take()
+    copier.run()
+    assert "not strided" in held.updates[0].torn
+    for slot in held.slots:
+        slot.release()
+    rig.optimizers[0].zero_grad()
+    rig.tap.rebase()
+    model(torch.tensor([1, 2])).sum().backward()
+    rig.optimizers[0].step()
+    assert "not strided" in rig.tap.opaque
+
+
+def test_of_many_parameters_the_states_are_watched_in_turn(rigs):
+    count = 2 * ENTRIES_MAX + 50
+    model = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
+    rig = rig_of(rigs, Adam, model=model)
+
+    def update() -> None:
+        for parameter in model:
+            parameter.grad = torch.ones(1)
+        rig.optimizers[0].step()
+        rig.optimizers[0].zero_grad()
+
+    update()
+    rig.optimizers[0].load_state_dict(rig.optimizers[0].state_dict())
+    assert "state was replaced" in rig.tap.take().broken, "seen at once"
+    reasons = []
+    for _ in range(3):
+        rig.tap.rebase()
+        update()
+        # One parameter alone: seen when its turn has come.
+        rig.optimizers[0].state[model[count - 1]]["exp_avg"].zero_()
+        interval = rig.tap.take()
+        reasons.append(interval.broken)
+        for slot in interval.slots:
+            slot.release()
+    assert sum(reason is not None and "written to" in reason for reason in reasons) >= 1
+    rig.tap.rebase()
+    update()
+    for parameter in model:
+        rig.optimizers[0].state[parameter]["exp_avg"].zero_()
+    assert "written to" in rig.tap.take().broken, "all of them: seen at once"
 
 
 def test_optimizer_whose_step_runs_no_hooks_means_state_capture(rigs):
