@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from stepwell.pipeline.predictive import UpdateHint
 
 __all__ = [
     "Bytes",
@@ -64,6 +67,8 @@ class Chunk:
         stage never writes into it.
     encodings : tuple of Encoding
         Innermost first. Saving pushes, recovering pops.
+    hint : UpdateHint, optional
+        What update led to it, for the stages of a save; never stored.
     """
 
     step: int
@@ -76,6 +81,7 @@ class Chunk:
     raw_bytes: int
     buffer: Bytes = field(repr=False)
     encodings: tuple[Encoding, ...] = ()
+    hint: UpdateHint | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(slots=True)

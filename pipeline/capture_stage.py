@@ -9,7 +9,9 @@ from concurrent.futures import Future
 from stepwell.errors import DeadlineError, IntegrityError, UsageError
 from stepwell.pipeline.base import Chunk
 from stepwell.pipeline.captured import CapturedSave
+from stepwell.pipeline.predictive import UpdateHint
 from stepwell.pipeline.slots import LayoutMemory
+from stepwell.pipeline.state_ranges import hints_of, state_order
 
 __all__ = ["CaptureStage"]
 
@@ -31,7 +33,8 @@ class CaptureStage:
     async def chunks(self, captured: object) -> AsyncIterator[Chunk]:
         """Yield raw chunks over slot memory: ``update/<u>/<part>``, then ``aux/<part>``; or ``state/<part>``.
 
-        Chunks all of whose gradients are None are left out; the record of the update says so.
+        Chunks all of whose gradients are None are left out; the record of the update says so. Those of a
+        state come range by range (``state_ranges.state_order``), with a hint where an update is known.
 
         Raises
         ------
@@ -48,10 +51,14 @@ class CaptureStage:
                 raise IntegrityError(f"step {captured.step}, update {number}: {update.torn}; it is not saved")
             for part in update.parts:
                 yield _chunk(captured.step, f"update/{number}/{part}", update.memory, part, number)
-        for prefix, copy in (("aux", captured.aux), ("state", captured.state)):
-            if copy is not None:
-                for part in range(len(copy.layout.chunks)):
-                    yield _chunk(captured.step, f"{prefix}/{part}", copy.memory, part, -1)
+        if captured.aux is not None:
+            for part in range(len(captured.aux.layout.chunks)):
+                yield _chunk(captured.step, f"aux/{part}", captured.aux.memory, part, -1)
+        if captured.state is not None:
+            layout, memory = captured.state.layout, captured.state.memory
+            hints = hints_of(layout, memory.run, captured.state.tree)
+            for part in state_order(layout):
+                yield _chunk(captured.step, f"state/{part}", memory, part, -1, hints.get(part))
 
     async def _ready(self, ready: Future[None], step: int) -> None:
         if ready.done():
@@ -64,7 +71,9 @@ class CaptureStage:
             )
 
 
-def _chunk(step: int, key: str, memory: LayoutMemory, part: int, update: int) -> Chunk:
+def _chunk(
+    step: int, key: str, memory: LayoutMemory, part: int, update: int, hint: UpdateHint | None = None
+) -> Chunk:
     planned = memory.layout.chunks[part]
     return Chunk(
         step=step,
@@ -76,4 +85,5 @@ def _chunk(step: int, key: str, memory: LayoutMemory, part: int, update: int) ->
         dtype=planned.dtype,
         raw_bytes=planned.size_bytes,
         buffer=memory.chunk(part),
+        hint=hint,
     )

@@ -3,12 +3,15 @@
 ``none`` passes chunks on. ``ordered_delta`` tells a chunk of a captured state against the same
 chunk of the previous save, as differences of ordered integers (exact for every bit pattern).
 ``difference`` tells it against what the reader has, as differences of numbers that the lossy stages
-after it take on (``stepwell.pipeline.loop``).
+after it take on (``stepwell.pipeline.loop``). ``predictive`` is ``ordered_delta`` for everything but what
+an update of Adam made of momentum: of that only the residual against a prediction goes out
+(``stepwell.pipeline.predictive``).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -18,9 +21,20 @@ from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, Encoding, Kind, StageContext
 from stepwell.pipeline.layout import ITEM_BYTES
 from stepwell.pipeline.loop import Loop
+from stepwell.pipeline.predictive import (
+    PREDICTIVE,
+    AdamUpdate,
+    Rule,
+    VarianceRule,
+    WeightRule,
+    candidates,
+    cheapest,
+    rule_from,
+    rules_of,
+)
 from stepwell.pipeline.values import DIFFERENCE, add_difference
 
-__all__ = ["DifferenceStage", "NoDelta", "OrderedDeltaStage", "delta_stage"]
+__all__ = ["DifferenceStage", "NoDelta", "OrderedDeltaStage", "PredictiveStage", "delta_stage"]
 
 CODEC = "stepwell.ordered_delta"
 
@@ -107,6 +121,140 @@ class OrderedDeltaStage:
             self._reference[chunk.key] = (chunk.layout, chunk.raw_bytes, chunk.buffer.copy())
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A momentum before it was moved on: its variance is still to come."""
+
+    key: str
+    step: int
+    layout: str
+    buffer: Bytes
+
+
+class PredictiveStage(OrderedDeltaStage):
+    """Difference against what the newest update of Adam makes of the chunk of the previous save.
+
+    Chunks of one range of elements pass as momentum, variance, weight; momentum is told as by
+    ``ordered_delta``. So is everything that has no hint, was updated more or less than once since the
+    previous save, or comes out smaller that way. Beside the copy of a state that ``ordered_delta`` keeps,
+    one chunk of momentum is held.
+    """
+
+    name = "delta: predictive"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: _Held | None = None
+        self._steps: dict[str, int] = {}
+        self._updates: dict[str, AdamUpdate] = {}
+
+    async def save(self, chunk: Chunk, context: StageContext) -> Chunk:
+        """Push the residual against a prediction or the difference; remember the chunk."""
+        predicted = await context.run(lambda: self._against_prediction(chunk))
+        if predicted is None:
+            saved = await super().save(chunk, context)
+        else:
+            await context.run(lambda: self._remember(chunk))
+            saved = predicted
+        if chunk.hint is None:
+            self._updates.pop(chunk.key, None)
+        else:
+            self._updates[chunk.key] = chunk.hint.update
+        return saved
+
+    async def recover(self, chunk: Chunk, context: StageContext) -> Chunk:
+        """Pop what ``save`` pushed, if it is there; remember the result as the next reference.
+
+        Raises
+        ------
+        IntegrityError
+            What a residual or a difference is told against is not there or is of another length, or
+            the result is not what was saved.
+        """
+        if not chunk.encodings or chunk.encodings[-1].get("id") != PREDICTIVE:
+            return await super().recover(chunk, context)
+
+        def decode() -> Chunk:
+            raw = self._from_prediction(chunk)
+            self._remember(raw)
+            return raw
+
+        return await context.run(decode)
+
+    def _against_prediction(self, chunk: Chunk) -> Chunk | None:
+        hint, before = chunk.hint, self._reference.get(chunk.key)
+        kind = {Kind.MOMENT2: VarianceRule, Kind.WEIGHT: WeightRule}.get(chunk.kind)
+        if hint is None or kind is None or before is None or chunk.encodings:
+            return None
+        names = [hint.momentum] if kind is VarianceRule else [hint.momentum, hint.variance]
+        rules = rules_of(kind, candidates(hint.update, self._updates.get(chunk.key)))
+        inputs = self._inputs(chunk, names)
+        if not rules or inputs is None or before[:2] != (chunk.layout, chunk.raw_bytes):
+            return None
+        rule = cheapest(chunk.buffer, before[2], *inputs, rules)
+        if rule is None:
+            return None
+        residual = encode_difference(chunk.buffer, rule.predict(before[2], *inputs), chunk.dtype)
+        encoding: Encoding = {
+            "id": PREDICTIVE,
+            "dtype": chunk.dtype,
+            "reference": "previous",
+            "predicts": rule.name,
+            "from": names,
+            **rule.numbers,
+            "xxh3": xxhash.xxh3_64_hexdigest(chunk.buffer.data),
+        }
+        return replace(chunk, buffer=np.frombuffer(residual, np.uint8), encodings=(encoding,))
+
+    def _from_prediction(self, chunk: Chunk) -> Chunk:
+        about, encoding = f"step {chunk.step}, chunk {chunk.key}", chunk.encodings[-1]
+        rule, names, before = rule_from(encoding), encoding.get("from"), self._reference.get(chunk.key)
+        if rule is None or not isinstance(names, list | tuple) or chunk.dtype != "float32":
+            raise IntegrityError(f"{about}: an encoding that cannot be read: {dict(encoding)!r}")
+        inputs = self._inputs(chunk, names) if len(names) == _inputs_of(rule) else None
+        if before is None or before[1] != chunk.raw_bytes or inputs is None:
+            raise IntegrityError(f"{about}: what its prediction is made of was not read")
+        prediction = rule.predict(before[2], *inputs)
+        buffer = decode_difference(
+            chunk.buffer, prediction, chunk.dtype, prediction, max_bytes=chunk.raw_bytes
+        )
+        if xxhash.xxh3_64_hexdigest(buffer.data) != encoding.get("xxh3"):
+            raise IntegrityError(f"{about}: what it decodes to is not what was saved")
+        return replace(chunk, buffer=buffer, encodings=chunk.encodings[:-1])
+
+    def _inputs(self, chunk: Chunk, names: Sequence[object]) -> tuple[Bytes, Bytes] | None:
+        """Return what a prediction is made of: momentum before and after, or momentum and variance after."""
+        found = []
+        for name in names:
+            kept = self._reference.get(str(name))
+            if kept is None or self._steps.get(str(name)) != chunk.step or kept[0] != chunk.layout:
+                return None
+            found.append(kept[2])
+        if len(names) == 1:
+            held = self._held
+            if held is None or (held.key, held.step, held.layout) != (names[0], chunk.step, chunk.layout):
+                return None
+            found.insert(0, held.buffer)
+        if any(buffer.nbytes != chunk.raw_bytes for buffer in found):
+            return None
+        return found[0], found[1]
+
+    def _remember(self, chunk: Chunk) -> None:
+        kept, spare = self._reference.get(chunk.key), self._held
+        if chunk.kind is Kind.MOMENT1 and kept is not None:
+            self._held = _Held(chunk.key, chunk.step, kept[0], kept[2])
+            del self._reference[chunk.key]
+            if spare is not None:
+                # The memory of the momentum held before serves for this one.
+                self._reference[chunk.key] = (kept[0], kept[1], spare.buffer)
+        super()._remember(chunk)
+        self._steps[chunk.key] = chunk.step
+
+
+def _inputs_of(rule: Rule) -> int:
+    return 1 if isinstance(rule, VarianceRule) else 2
+
+
 class DifferenceStage(OrderedDeltaStage):
     """Difference against what the reader of the save will have.
 
@@ -161,9 +309,10 @@ class DifferenceStage(OrderedDeltaStage):
 
 
 def delta_stage(kind: str) -> ChunkStage:
-    """Return the stage called `kind` in a configuration (``none`` or ``ordered_delta``)."""
+    """Return the stage called `kind` in a configuration: ``none``, ``ordered_delta`` or ``predictive``."""
     stages: dict[str, type[NoDelta] | type[OrderedDeltaStage]] = {
         "none": NoDelta,
         "ordered_delta": OrderedDeltaStage,
+        "predictive": PredictiveStage,
     }
     return stages[kind]()

@@ -15,8 +15,10 @@ from stepwell.pipeline.flow import recover_chunk
 from stepwell.pipeline.layout import ITEM_BYTES, Layout
 from stepwell.pipeline.pack import base_chunk_key
 from stepwell.pipeline.plan import pieces_by_tensor
+from stepwell.pipeline.predictive import PREDICTIVE
 from stepwell.pipeline.reading import reading_stages
 from stepwell.pipeline.source import BaseSource, SaveSource, StepSource
+from stepwell.pipeline.state_ranges import ranges_of
 from stepwell.pipeline.tree import JsonValue
 
 __all__ = ["Entry", "Here", "Recent", "Tally", "tree_of"]
@@ -161,19 +163,36 @@ class Entry:
 
     async def _state_chunk(self, part: int) -> Bytes:
         """Go back to the newest state whose chunk stands for itself, and undo the differences after it."""
-        key, first = base_chunk_key(part), len(self._states) - 1
-        while first >= 0 and _is_difference(self._states[first], key):
+        parts, first = self._told_with(part), len(self._states) - 1
+        while first >= 0 and any(_is_difference(self._states[first], base_chunk_key(one)) for one in parts):
             first -= 1
         stages, context = reading_stages([self._tally]), Here()
         if first < 0:
-            await recover_chunk(await self._reference(part), stages[1:], context)
-        chunk: Chunk | None = None
+            for one in parts:
+                await recover_chunk(await self._reference(one), stages[1:], context)
+        found: dict[int, Chunk] = {}
         for step in self._states[max(first, 0) :]:
-            chunk = await recover_chunk(await step.chunk(key), stages, context)
-        assert chunk is not None
-        if chunk.layout != self.layout.hash or chunk.part != part:
-            raise IntegrityError(f"step {chunk.step}: chunk {key} is of another layout than its step")
-        return chunk.buffer
+            for one in parts:
+                found[one] = await recover_chunk(await step.chunk(base_chunk_key(one)), stages, context)
+        for one, chunk in found.items():
+            if chunk.layout != self.layout.hash or chunk.part != one:
+                raise IntegrityError(
+                    f"step {chunk.step}: chunk {chunk.key} is of another layout than its step"
+                )
+            if one != part:
+                # Who reads a weight often reads its momentum next.
+                self._recent.keep(one, chunk.buffer, chunk.buffer.nbytes)
+        return found[part].buffer
+
+    def _told_with(self, part: int) -> tuple[int, ...]:
+        """Return the parts that are needed to tell this one, in the order of reading; it is the last."""
+        one = ranges_of(self.layout).get(part)
+        if one is None:
+            return (part,)
+        needed = one.parts[: one.parts.index(part) + 1]
+        rows = (step.rows.get(base_chunk_key(each)) for step in self._states for each in needed)
+        predicted = any(row is not None and _is_predicted(row.encodings) for row in rows)
+        return needed if predicted else (part,)
 
     async def _reference(self, part: int) -> Chunk:
         """Return the base's chunk that the first difference is told against."""
@@ -200,6 +219,10 @@ def tree_of(header: Mapping[str, object], what: str) -> dict[str, JsonValue]:
     if not isinstance(tree, dict):
         raise FormatError(f"{what}: its header has no tree")
     return cast("dict[str, JsonValue]", tree)
+
+
+def _is_predicted(encodings: Sequence[Mapping[str, object]]) -> bool:
+    return any(encoding.get("id") == PREDICTIVE for encoding in encodings)
 
 
 def _is_difference(step: StepSource, key: str) -> bool:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepwell.pipeline.base import ChunkStage
-from stepwell.pipeline.delta import DifferenceStage, NoDelta, OrderedDeltaStage
+from stepwell.pipeline.delta import DifferenceStage, NoDelta, OrderedDeltaStage, PredictiveStage
 from stepwell.pipeline.quantize import Quantize
 from stepwell.pipeline.shard import Shard
 from stepwell.pipeline.sparsify import Sparsify
 
 __all__ = ["reading_stages"]
+
+
+class DeltaReader(DifferenceStage, PredictiveStage):
+    """Undoes every kind of difference; one set of references serves them all."""
+
+    name = "delta"
+
 
 _ORDER = ((NoDelta, OrderedDeltaStage, DifferenceStage), (Quantize,), (Sparsify,))
 
@@ -23,7 +30,7 @@ def reading_stages(configured: Sequence[ChunkStage] = ()) -> list[ChunkStage]:
     configured : sequence of ChunkStage
         Fresh stages of today's pipeline, in saving order; ours among them only give places.
     """
-    readers: list[ChunkStage] = [DifferenceStage(), Quantize(), Sparsify()]
+    readers: list[ChunkStage] = [DeltaReader(), Quantize(), Sparsify()]
     stages: list[ChunkStage] = []
     placed = 0
     for stage in configured:

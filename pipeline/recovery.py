@@ -38,6 +38,7 @@ from stepwell.pipeline.records import Link
 from stepwell.pipeline.replay import State
 from stepwell.pipeline.replaying import Replayed, replay_updates
 from stepwell.pipeline.source import BaseSource, SaveSource, StepSource
+from stepwell.pipeline.state_ranges import state_order
 from stepwell.pipeline.tree import JsonValue, TensorLookup
 from stepwell.pipeline.update import environment_of
 from stepwell.pipeline.values import is_lossy
@@ -387,7 +388,7 @@ class _Whole:
             if self._run is None or self.layout.hash != layout.hash:
                 self._run = np.zeros(layout.size_bytes, np.uint8)
             self.layout = layout
-            for part in range(len(layout.chunks)):
+            for part in state_order(layout):
                 raw = await recover_chunk(await step.chunk(base_chunk_key(part)), stages, recovery._context)
                 _place(self._run, layout, part, raw)
         last = self._states[-1]

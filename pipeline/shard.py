@@ -20,11 +20,12 @@ from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk, Encoding, Kind, StageContext
 from stepwell.pipeline.layout import ITEM_BYTES
 from stepwell.pipeline.pack import Packed, PackIdentity, pack_parts
+from stepwell.pipeline.predictive import PREDICTIVE
 from stepwell.pipeline.values import LOSSY
 
 __all__ = ["Shard"]
 
-ENCODED_ALREADY = LOSSY | {"stepwell.ordered_delta"}
+ENCODED_ALREADY = LOSSY | {"stepwell.ordered_delta", PREDICTIVE}
 """Encodings that end in planes and zstd themselves; another pass gains nothing."""
 
 LOSSLESS = frozenset({"stepwell.byteplane", "stepwell.scaled_bf16"})

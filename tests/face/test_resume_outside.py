@@ -205,7 +205,7 @@ def test_bases_on_the_way_leave_no_hole_in_the_log(place: Place) -> None:
     assert all(restored.base_step > 0 for restored in lives.restored), lives.restored
 
 
-@pytest.mark.parametrize("delta", ["none", "ordered_delta"])
+@pytest.mark.parametrize("delta", ["none", "ordered_delta", "predictive"])
 def test_captured_states_resume_bit_for_bit(place: Place, delta: str) -> None:
     place.keys["pipeline"] = [{"capture": "state"}, {"delta": delta}, "shard", "replicate", "commit"]
     lives = resume(plain(optim.AdamW), place)

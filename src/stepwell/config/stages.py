@@ -24,7 +24,7 @@ class _Builtin:
 
 BUILTIN: Mapping[str, _Builtin] = {
     "capture": _Builtin(("gradient", "state"), required=True),
-    "delta": _Builtin(("none", "ordered_delta", "difference")),
+    "delta": _Builtin(("none", "ordered_delta", "predictive", "difference")),
     "quantize": _Builtin(QUANTIZE),
     "sparsify": _Builtin(SPARSIFY),
     "shard": _Builtin(required=True),
