@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sysconfig
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,11 +114,11 @@ def lbfgs() -> Training:
     return Training(network, optimizer, step)
 
 
-def compiled_step() -> Training:
+def compiled_step(backend: str = "eager") -> Training:
     torch.compiler.reset()
     network = small_model()
     optimizer = optim.AdamW(network.parameters(), lr=torch.tensor(0.01), capturable=False, foreach=False)
-    update = torch.compile(optimizer.step, backend="eager")
+    update = torch.compile(optimizer.step, backend=backend)
 
     def step(at: int) -> None:
         optimizer.zero_grad()
@@ -123,6 +126,15 @@ def compiled_step() -> Training:
         update()
 
     return Training(network, optimizer, step)
+
+
+def step_compiled_to_machine_code() -> Training:
+    """As users compile it: one fused kernel, which rounds unlike the eager step."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("torch's inductor needs a C++ compiler, and there is none")
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        pytest.skip("torch's inductor needs Python's C headers, and there are none")
+    return compiled_step("inductor")
 
 
 def closure_twice() -> Training:
@@ -153,7 +165,12 @@ def closure_twice() -> Training:
     return Training(network, optimizer, step)
 
 
-STATES = {"lbfgs": lbfgs, "compiled-step": compiled_step, "closure-twice": closure_twice}
+STATES = {
+    "lbfgs": lbfgs,
+    "compiled-step": compiled_step,
+    "compiled-step-inductor": step_compiled_to_machine_code,
+    "closure-twice": closure_twice,
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, while it compiles
