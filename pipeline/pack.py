@@ -68,7 +68,7 @@ def base_chunk_key(part: int) -> str:
 
 
 def pack_parts(identity: PackIdentity, header: Mapping[str, object], chunks: Sequence[Chunk]) -> Packed:
-    """Put chunks together without joining their buffers.
+    """Put chunks together without joining their buffers; equal ones are stored once.
 
     Parameters
     ----------
@@ -81,8 +81,13 @@ def pack_parts(identity: PackIdentity, header: Mapping[str, object], chunks: Seq
     parts: list[BytesLike] = [identity.header_bytes()]
     rows: list[PackRow] = []
     offset = HEADER_BYTES
+    written: dict[tuple[str, int], tuple[int, memoryview]] = {}
     for chunk in chunks:
         view = chunk.buffer.data if chunk.buffer.size else memoryview(b"")
+        digest = xxhash.xxh3_64_hexdigest(view)
+        at, same = written.setdefault((digest, view.nbytes), (offset, view))
+        if at != offset and not np.array_equal(np.frombuffer(same, np.uint8), np.frombuffer(view, np.uint8)):
+            at = offset  # another chunk with the same checksum
         rows.append(
             PackRow(
                 chunk.key,
@@ -92,12 +97,14 @@ def pack_parts(identity: PackIdentity, header: Mapping[str, object], chunks: Seq
                 chunk.layout,
                 chunk.dtype,
                 chunk.raw_bytes,
-                offset,
+                at,
                 view.nbytes,
-                xxhash.xxh3_64_hexdigest(view),
+                digest,
                 chunk.encodings,
             )
         )
+        if at != offset:
+            continue
         parts.append(view)
         offset += view.nbytes
         padding = -offset % ALIGNMENT

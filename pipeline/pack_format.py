@@ -9,7 +9,8 @@
     end - 64   trailer, 64 bytes     where the index is, its checksum, total length, checksum
 
 Every byte is covered: header and trailer by their own xxh3-64, the index by the xxh3-128 in the
-trailer, each payload by the xxh3-64 in its row of the index, and the padding must be zero. The
+trailer, each payload by the xxh3-64 in its row of the index, and the padding must be zero. Chunks with
+equal payloads share one: the row of a later one names exactly the place of an earlier one. The
 xxh3-128 of index + trailer therefore stands for the whole pack; manifests record it.
 
 The first 64 bytes keep this form in all future versions, so that old code can name a newer one.
@@ -229,7 +230,12 @@ def parse_index(
     except (KeyError, ValueError, TypeError) as error:
         raise FormatError(f"{what}: the index is not one of ours ({error!r})") from error
     position = HEADER_BYTES
+    places: set[tuple[int, int, str]] = set()
     for row in rows:
+        place = (row.offset, row.size_bytes, row.xxh3)
+        if place in places:
+            continue
+        places.add(place)
         if row.offset < position or row.offset % ALIGNMENT:
             raise FormatError(f"{what}: chunk {row.key!r} at {row.offset} overlaps or is unaligned")
         position = row.offset + row.size_bytes

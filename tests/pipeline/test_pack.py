@@ -293,3 +293,22 @@ async def test_the_golden_pack_of_format_1_is_still_read() -> None:
     data = GOLDEN.read_bytes()
     assert await faults_of(data) == []
     assert data == small_pack()[0], "the format changed: bump the version and keep this file"
+
+
+async def test_equal_chunks_are_stored_once() -> None:
+    one = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
+    other = one.copy()
+    other[4999] ^= 1
+    contents = [one, other, one.copy(), one[:0], one.copy(), other.copy(), one[:0]]
+    chunks = [chunk(f"aux/{k}", data.tobytes(), part=k) for k, data in enumerate(contents)]
+    packed = pack_parts(IDENTITY, {}, chunks)
+    assert packed.size_bytes < 2 * 5056 + 4096
+    data = b"".join(bytes(part) for part in packed.parts)
+    reader = await PackReader.over(data, "p").open()
+    for k, content in enumerate(contents):
+        assert np.array_equal((await reader.chunk(f"aux/{k}")).buffer, content)
+    assert await faults_of(data) == []
+    for position in range(0, len(data), 7):
+        damaged = bytearray(data)
+        damaged[position] ^= 4
+        assert await faults_of(bytes(damaged)), position
