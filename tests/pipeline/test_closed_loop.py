@@ -82,6 +82,36 @@ async def test_what_is_dropped_by_a_threshold_is_sent_later() -> None:
     assert errors[-1] < 0.4 * rms(moved)
 
 
+@pytest.mark.parametrize("restart_at", [None, 50])
+async def test_what_a_threshold_drops_does_not_add_up(restart_at: int | None) -> None:
+    # The error of one step is far below that of the steady state, which is what is bounded here: most
+    # elements wait until they exceed the threshold, so it is reached after some dozens of differentials.
+    how = policy(sparse=frozenset({Kind.WEIGHT}), small_elements=0)
+    layout = states(W, how=how)
+    weights = floats(0, COUNT)
+    writer, reader = Writer.of(layout, how), Reader(layout)
+    await reader.read(await writer.save({W.name: weights}))
+    errors, opened, reached = [], np.zeros(COUNT), weights
+    for step in range(1, 201):
+        difference = floats(step, COUNT, 1e-3)
+        weights = weights + difference
+        if step == restart_at:
+            weights = reached.copy()
+            writer, reader = Writer.of(layout, how), Reader(layout)
+            await reader.base({W.name: weights})
+            await reader.read(await writer.save({W.name: weights}, after_base=True, with_base=True))
+            weights = weights + difference
+        reached = (await reader.read(await writer.save({W.name: weights})))[W.name].view(np.float32)
+        errors.append(rms(weights - reached))
+        assert np.abs(weights - reached).max() <= writer.header["bound"]
+        # What would come of it without the loop: a tenth of each difference is sent, the rest never.
+        opened += difference * (np.abs(difference) < np.quantile(np.abs(difference), 0.9))
+    first, second = np.mean(errors[80:100]), np.mean(errors[180:200])
+    assert second <= 1.1 * first, "reached, and no growth from there"
+    assert max(errors) <= 1.25 * first
+    assert rms(opened) > 1.5 * errors[-1], "the open loop must be seen to drift, else this test sees nothing"
+
+
 async def test_what_has_no_gradient_keeps_its_residual() -> None:
     other = spec("model/g.weight", 640)
     layout = gradients(W, other)
