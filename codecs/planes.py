@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
 from stepwell.codecs.buffers import Bytes, byte_view
@@ -161,13 +160,14 @@ def _choose(source: BlockSource, first: int, last: int, itemsize: int, level: in
     count = last - first
     if count <= _SAMPLE_PIECES * _SAMPLE_ELEMENTS:
         return [_Choice.MATCH] * itemsize  # as cheap as a sample; falls back to raw by itself
-    sample = np.empty((_SAMPLE_PIECES * _SAMPLE_ELEMENTS, itemsize), np.uint8)
-    stride = (count - _SAMPLE_ELEMENTS) // (_SAMPLE_PIECES - 1)
+    size = _SAMPLE_ELEMENTS
+    sample = np.empty((itemsize, _SAMPLE_PIECES * size), np.uint8)
+    stride = (count - size) // (_SAMPLE_PIECES - 1)
     for piece in range(_SAMPLE_PIECES):
         start = first + piece * stride
-        rows = source(start, start + _SAMPLE_ELEMENTS).reshape(-1, itemsize)
-        sample[piece * _SAMPLE_ELEMENTS : (piece + 1) * _SAMPLE_ELEMENTS] = rows
-    return [_choose_plane(np.ascontiguousarray(sample[:, plane]), level) for plane in range(itemsize)]
+        rows = source(start, start + size).reshape(-1, itemsize)
+        np.copyto(sample[:, piece * size : (piece + 1) * size], rows.T)
+    return [_choose_plane(plane, level) for plane in sample]
 
 
 def _choose_plane(sample: Bytes, level: int) -> _Choice:
@@ -190,13 +190,11 @@ class _PlaneWriter:
     level: int
     position: int
     plane: Bytes
-    words: npt.NDArray[np.unsignedinteger] | None
 
     @classmethod
     def make(cls, target: Bytes, count: int, itemsize: int, level: int, position: int) -> _PlaneWriter:
         scratch = min(count, 1 << BLOCK_LOG2)
-        words = np.empty(scratch, f"<u{itemsize}") if itemsize in (2, 4, 8) else None
-        return cls(target, itemsize, level, position, np.empty(scratch, np.uint8), words)
+        return cls(target, itemsize, level, position, np.empty(scratch, np.uint8))
 
     def add(self, block: Bytes, plane: int, choice: _Choice) -> int:
         """Write one plane of `block` and return its table entry."""
@@ -224,16 +222,16 @@ class _PlaneWriter:
         return mode << LENGTH_BITS | length
 
     def _split(self, block: Bytes, plane: int, destination: Bytes) -> None:
-        if self.words is None:
+        if self.itemsize not in (2, 4, 8):
             np.copyto(destination, block[plane :: self.itemsize])
             return
-        # Shifting and narrowing whole words is vectorised, a strided copy of bytes is not.
-        words = block.view(self.words.dtype)
+        # Shifting and narrowing whole words is vectorised, a strided copy of bytes is not; numpy
+        # does both in one pass, through a buffer that stays in the first-level cache.
+        words = block.view(f"<u{self.itemsize}")
         if plane:
-            shifted = self.words[: words.size]
-            np.right_shift(words, 8 * plane, out=shifted)
-            words = shifted
-        np.copyto(destination, words, casting="unsafe")
+            np.right_shift(words, 8 * plane, out=destination, casting="unsafe")
+        else:
+            np.copyto(destination, words, casting="unsafe")
 
 
 def merge_block(frame: Frame, index: int, destination: Bytes) -> None:
