@@ -21,9 +21,11 @@ from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, Encoding, Kind, StageContext
 from stepwell.pipeline.layout import ITEM_BYTES
 from stepwell.pipeline.loop import Loop
+from stepwell.pipeline.pack import base_chunk_key
 from stepwell.pipeline.predictive import (
     PREDICTIVE,
     AdamUpdate,
+    MomentRun,
     Rule,
     VarianceRule,
     WeightRule,
@@ -31,6 +33,7 @@ from stepwell.pipeline.predictive import (
     cheapest,
     rule_from,
     rules_of,
+    runs_from,
 )
 from stepwell.pipeline.values import DIFFERENCE, add_difference
 
@@ -134,10 +137,10 @@ class _Held:
 class PredictiveStage(OrderedDeltaStage):
     """Difference against what the newest update of Adam makes of the chunk of the previous save.
 
-    Chunks of one range of elements pass as momentum, variance, weight; momentum is told as by
-    ``ordered_delta``. So is everything that has no hint, was updated more or less than once since the
-    previous save, or comes out smaller that way. Beside the copy of a state that ``ordered_delta`` keeps,
-    one chunk of momentum is held.
+    A chunk of variances passes right after its momentum, one of weights after both
+    (``stepwell.pipeline.state_ranges``). Momentum is told as by ``ordered_delta``; so is everything that has
+    no hint, was updated more or less than once since the previous save, or comes out smaller that way.
+    Beside the copy of a state that ``ordered_delta`` keeps, one chunk of momentum is held.
     """
 
     name = "delta: predictive"
@@ -186,9 +189,8 @@ class PredictiveStage(OrderedDeltaStage):
         kind = {Kind.MOMENT2: VarianceRule, Kind.WEIGHT: WeightRule}.get(chunk.kind)
         if hint is None or kind is None or before is None or chunk.encodings:
             return None
-        names = [hint.momentum] if kind is VarianceRule else [hint.momentum, hint.variance]
         rules = rules_of(kind, candidates(hint.update, self._updates.get(chunk.key)))
-        inputs = self._inputs(chunk, names)
+        inputs = self._inputs(chunk, kind, hint.runs)
         if not rules or inputs is None or before[:2] != (chunk.layout, chunk.raw_bytes):
             return None
         rule = cheapest(chunk.buffer, before[2], *inputs, rules)
@@ -200,7 +202,7 @@ class PredictiveStage(OrderedDeltaStage):
             "dtype": chunk.dtype,
             "reference": "previous",
             "predicts": rule.name,
-            "from": names,
+            "moments": [run.numbers for run in hint.runs],
             **rule.numbers,
             "xxh3": xxhash.xxh3_64_hexdigest(chunk.buffer.data),
         }
@@ -208,10 +210,10 @@ class PredictiveStage(OrderedDeltaStage):
 
     def _from_prediction(self, chunk: Chunk) -> Chunk:
         about, encoding = f"step {chunk.step}, chunk {chunk.key}", chunk.encodings[-1]
-        rule, names, before = rule_from(encoding), encoding.get("from"), self._reference.get(chunk.key)
-        if rule is None or not isinstance(names, list | tuple) or chunk.dtype != "float32":
+        rule, runs, before = rule_from(encoding), runs_from(encoding), self._reference.get(chunk.key)
+        if rule is None or runs is None or chunk.dtype != "float32":
             raise IntegrityError(f"{about}: an encoding that cannot be read: {dict(encoding)!r}")
-        inputs = self._inputs(chunk, names) if len(names) == _inputs_of(rule) else None
+        inputs = self._inputs(chunk, type(rule), runs)
         if before is None or before[1] != chunk.raw_bytes or inputs is None:
             raise IntegrityError(f"{about}: what its prediction is made of was not read")
         prediction = rule.predict(before[2], *inputs)
@@ -222,22 +224,40 @@ class PredictiveStage(OrderedDeltaStage):
             raise IntegrityError(f"{about}: what it decodes to is not what was saved")
         return replace(chunk, buffer=buffer, encodings=chunk.encodings[:-1])
 
-    def _inputs(self, chunk: Chunk, names: Sequence[object]) -> tuple[Bytes, Bytes] | None:
+    def _inputs(
+        self, chunk: Chunk, kind: type[Rule], runs: Sequence[MomentRun]
+    ) -> tuple[Bytes, Bytes] | None:
         """Return what a prediction is made of: momentum before and after, or momentum and variance after."""
-        found = []
-        for name in names:
-            kept = self._reference.get(str(name))
-            if kept is None or self._steps.get(str(name)) != chunk.step or kept[0] != chunk.layout:
+        whole = MomentRun(runs[0].momentum, runs[0].variance, 0, 0, chunk.raw_bytes)
+        if kind is VarianceRule:
+            held, now = self._held, self._fresh(chunk, whole.momentum)
+            if runs[0] != whole or held is None or now is None or held.buffer.nbytes != now.nbytes:
                 return None
-            found.append(kept[2])
-        if len(names) == 1:
-            held = self._held
-            if held is None or (held.key, held.step, held.layout) != (names[0], chunk.step, chunk.layout):
+            place = (base_chunk_key(whole.momentum), chunk.step, chunk.layout)
+            return (held.buffer, now) if (held.key, held.step, held.layout) == place else None
+        found: list[tuple[MomentRun, Bytes, Bytes]] = []
+        for run in runs:
+            momentum, variance = self._fresh(chunk, run.momentum), self._fresh(chunk, run.variance)
+            if momentum is None or variance is None or run.here + run.size_bytes > chunk.raw_bytes:
                 return None
-            found.insert(0, held.buffer)
-        if any(buffer.nbytes != chunk.raw_bytes for buffer in found):
-            return None
-        return found[0], found[1]
+            if run.there + run.size_bytes > min(momentum.nbytes, variance.nbytes):
+                return None
+            if run == whole and momentum.nbytes == variance.nbytes == chunk.raw_bytes:
+                return momentum, variance
+            found.append((run, momentum, variance))
+        # Where there are no moments NaN stands for them, and the prediction is the value before.
+        both = np.full((2, chunk.raw_bytes), 0xFF, np.uint8)
+        for run, *moments in found:
+            for target, moment in zip(both, moments, strict=True):
+                target[run.here : run.here + run.size_bytes] = moment[run.there : run.there + run.size_bytes]
+        return both[0], both[1]
+
+    def _fresh(self, chunk: Chunk, part: int) -> Bytes | None:
+        """Return another chunk of the same save and layout, None if it did not pass yet."""
+        key = base_chunk_key(part)
+        kept = self._reference.get(key)
+        current = kept is not None and kept[0] == chunk.layout and self._steps.get(key) == chunk.step
+        return kept[2] if kept is not None and current else None
 
     def _remember(self, chunk: Chunk) -> None:
         kept, spare = self._reference.get(chunk.key), self._held
@@ -249,10 +269,6 @@ class PredictiveStage(OrderedDeltaStage):
                 self._reference[chunk.key] = (kept[0], kept[1], spare.buffer)
         super()._remember(chunk)
         self._steps[chunk.key] = chunk.step
-
-
-def _inputs_of(rule: Rule) -> int:
-    return 1 if isinstance(rule, VarianceRule) else 2
 
 
 class DifferenceStage(OrderedDeltaStage):

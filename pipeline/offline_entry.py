@@ -189,7 +189,7 @@ class Entry:
         one = ranges_of(self.layout).get(part)
         if one is None:
             return (part,)
-        needed = one.parts[: one.parts.index(part) + 1]
+        needed = tuple(dict.fromkeys([*one.moments, part]))
         rows = (step.rows.get(base_chunk_key(each)) for step in self._states for each in needed)
         predicted = any(row is not None and _is_predicted(row.encodings) for row in rows)
         return needed if predicted else (part,)

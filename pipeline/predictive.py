@@ -35,6 +35,7 @@ from stepwell.codecs.ordered_delta import encode_difference
 __all__ = [
     "PREDICTIVE",
     "AdamUpdate",
+    "MomentRun",
     "Rule",
     "UpdateHint",
     "VarianceRule",
@@ -43,6 +44,7 @@ __all__ = [
     "cheapest",
     "rule_from",
     "rules_of",
+    "runs_from",
     "state_ratio",
 ]
 
@@ -118,6 +120,31 @@ class AdamUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class MomentRun:
+    """Where the moments of a run of elements lie: whole tensors, or the one piece of a chunk.
+
+    Attributes
+    ----------
+    momentum, variance : int
+        Parts of the layout, cut alike.
+    there, here : int
+        Where the run begins in these two chunks, and in the chunk that is told; bytes.
+    size_bytes : int
+    """
+
+    momentum: int
+    variance: int
+    there: int
+    here: int
+    size_bytes: int
+
+    @property
+    def numbers(self) -> list[int]:
+        """JSON form."""
+        return [self.momentum, self.variance, self.there, self.here, self.size_bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateHint:
     """What capture knows about a chunk of a state that an update made; never stored.
 
@@ -125,13 +152,12 @@ class UpdateHint:
     ----------
     update : AdamUpdate
         The newest update of everything in the chunk, with the values its group has at the save.
-    momentum, variance : str
-        Keys of the chunks with the same elements of the same parameters.
+    runs : tuple of MomentRun
+        In the order of the chunk. Elements in none have no moments; a variance has one run, all of it.
     """
 
     update: AdamUpdate
-    momentum: str
-    variance: str
+    runs: tuple[MomentRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +238,22 @@ def rule_from(encoding: Mapping[str, object]) -> Rule | None:
     if len(numbers) != len(names):
         return None
     return kind(**{name: float(number) for name, number in numbers.items()})  # type: ignore[arg-type]
+
+
+def runs_from(encoding: Mapping[str, object]) -> list[MomentRun] | None:
+    """Read the runs that an encoding carries; None if they are none."""
+    runs: list[MomentRun] = []
+    listed = encoding.get("moments")
+    for numbers in listed if isinstance(listed, list | tuple) else ():
+        if not isinstance(numbers, list | tuple) or len(numbers) != 5:
+            return None
+        if not all(type(number) is int and 0 <= number <= _INT_MAX for number in numbers):
+            return None
+        run = MomentRun(*numbers)
+        if (run.there | run.here | run.size_bytes) % 4:
+            return None
+        runs.append(run)
+    return runs or None
 
 
 def cheapest(
@@ -304,15 +346,9 @@ def _in_blocks(
 
 
 def _variance(
-    old: Floats,
-    was: Floats,
-    now: Floats,
-    out: Floats,
-    scratch: Floats,
-    share1: np.float32,
-    keep2: np.float32,
-    share2: np.float32,
+    old: Floats, was: Floats, now: Floats, out: Floats, scratch: Floats, *numbers: np.float32
 ) -> None:
+    share1, keep2, share2 = numbers
     np.subtract(now, was, out=out)
     np.divide(out, share1, out=out)
     np.add(was, out, out=out)
@@ -323,16 +359,9 @@ def _variance(
 
 
 def _weight(
-    old: Floats,
-    momentum: Floats,
-    variance: Floats,
-    out: Floats,
-    scratch: Floats,
-    decay: np.float32,
-    step: np.float32,
-    root: np.float32,
-    eps: np.float32,
+    old: Floats, momentum: Floats, variance: Floats, out: Floats, scratch: Floats, *numbers: np.float32
 ) -> None:
+    decay, step, root, eps = numbers
     np.sqrt(variance, out=scratch)
     np.divide(scratch, root, out=scratch)
     np.add(scratch, eps, out=scratch)

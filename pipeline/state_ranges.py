@@ -1,8 +1,9 @@
 """Which chunks of a captured state belong together: weight, momentum and variance of the same elements.
 
-The plan cuts all three alike (``stepwell.pipeline.plan``), so this follows from the layout alone, for a
-writer and for a reader. So does the order in which chunks of a state are written and read: momentum,
-variance and weight of one range after each other, as ``stepwell.pipeline.predictive`` needs them.
+This follows from the layout alone, for a writer and for a reader: momentum and variance are cut alike, and
+so are weights (``stepwell.pipeline.plan``), except that some of those may have no moments. So does the order
+in which chunks of a state are written and read: a variance right after its momentum, a weight after both,
+as ``stepwell.pipeline.predictive`` needs them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import torch
 from stepwell.errors import FormatError
 from stepwell.pipeline.base import Bytes, Kind
 from stepwell.pipeline.collected import section, state_prefix
-from stepwell.pipeline.layout import Layout, LayoutChunk
-from stepwell.pipeline.pack import base_chunk_key
-from stepwell.pipeline.predictive import AdamUpdate, UpdateHint
+from stepwell.pipeline.layout import ITEM_BYTES, Layout, LayoutChunk, Piece, TensorSpec
+from stepwell.pipeline.predictive import AdamUpdate, MomentRun, UpdateHint
 from stepwell.pipeline.tree import JsonValue, decode_tree
 
 __all__ = ["StateRange", "hints_of", "ranges_of", "state_order"]
@@ -28,46 +28,42 @@ _NO_TENSOR = torch.empty(0, device="meta")
 
 @dataclass(frozen=True, slots=True)
 class StateRange:
-    """The chunks of one range of elements.
+    """A chunk of weights or variances, and the moments of its elements.
 
     Attributes
     ----------
-    momentum, variance, weight : int
-        Parts of the layout, float32 all three.
+    part : int
+        Its own part of the layout; float32, as the moments are.
     optimizer : str
     group : int
         Number of the parameter group.
+    runs : tuple of MomentRun
+        In the order of the chunk; one run, all of it, for a chunk of variances.
     steps : tuple of int
-        Where the float32 ``step`` of each tensor lies, in bytes from the start of the run.
+        Where the float32 ``step`` of each tensor with moments lies, in bytes from the start of the run.
     """
 
-    momentum: int
-    variance: int
-    weight: int
+    part: int
     optimizer: str
     group: int
+    runs: tuple[MomentRun, ...]
     steps: tuple[int, ...]
 
     @property
-    def parts(self) -> tuple[int, int, int]:
-        """Momentum, variance, weight: the order in which they are written and read."""
-        return self.momentum, self.variance, self.weight
+    def moments(self) -> list[int]:
+        """Parts of the moments, each momentum before its variance."""
+        return list(dict.fromkeys(part for run in self.runs for part in (run.momentum, run.variance)))
 
 
 def ranges_of(layout: Layout) -> Mapping[int, StateRange]:
-    """Return the ranges of a layout, each under all three of its parts; computed once per layout object.
+    """Return the ranges of a layout by their part; computed once per layout object.
 
-    A weight chunk is in none where its tensors are not float32, or one of them has no ``exp_avg``,
-    ``exp_avg_sq`` and ``step`` of its own, or these are cut otherwise (because others have none).
+    A chunk is in none where it is not float32 or nothing in it has ``exp_avg``, ``exp_avg_sq`` and ``step``.
     """
     found: Mapping[int, StateRange] | None = vars(layout).get("_ranges_of")
     if found is None:
-        firsts = {(chunk.pieces[0].tensor, chunk.pieces[0].start): i for i, chunk in _chunks(layout)}
-        ranges: dict[int, StateRange] = {}
-        for part, chunk in _chunks(layout):
-            if chunk.kind is Kind.WEIGHT and (one := _range_of(layout, part, firsts)) is not None:
-                ranges.update(dict.fromkeys(one.parts, one))
-        found = ranges
+        finder = _Finder(layout)
+        found = finder.ranges
         vars(layout)["_ranges_of"] = found  # as functools.cached_property does on a frozen class
     return found
 
@@ -75,10 +71,14 @@ def ranges_of(layout: Layout) -> Mapping[int, StateRange]:
 def state_order(layout: Layout) -> list[int]:
     """Return every part of the layout of a state once, in the order in which a state is written and read."""
     ranges = ranges_of(layout)
+    variance_of = {run.momentum: run.variance for one in ranges.values() for run in one.runs}
     order: dict[int, None] = {}
     for part in range(len(layout.chunks)):
-        one = ranges.get(part)
-        order.update(dict.fromkeys((part,) if one is None else one.parts))
+        if part in ranges:
+            order.update(dict.fromkeys(ranges[part].moments))
+        order.setdefault(part)
+        if part in variance_of:
+            order.setdefault(variance_of[part])
     return list(order)
 
 
@@ -95,7 +95,7 @@ def hints_of(layout: Layout, run: Bytes, tree: Mapping[str, JsonValue]) -> dict[
     """
     groups: dict[tuple[str, int], tuple[object, Mapping[object, object]] | None] = {}
     hints: dict[int, UpdateHint] = {}
-    for one in {one.weight: one for one in ranges_of(layout).values()}.values():
+    for part, one in ranges_of(layout).items():
         place = one.optimizer, one.group
         if place not in groups:
             groups[place] = _group(tree, *place)
@@ -104,48 +104,95 @@ def hints_of(layout: Layout, run: Bytes, tree: Mapping[str, JsonValue]) -> dict[
             continue
         update = AdamUpdate.of(group[0], group[1], counts.pop())
         if update is not None:
-            hint = UpdateHint(update, base_chunk_key(one.momentum), base_chunk_key(one.variance))
-            hints.update(dict.fromkeys(one.parts, hint))
+            hints[part] = UpdateHint(update, one.runs)
     return hints
 
 
-def _chunks(layout: Layout) -> list[tuple[int, LayoutChunk]]:
-    return [(part, chunk) for part, chunk in enumerate(layout.chunks) if chunk.pieces]
+class _Finder:
+    """Finds the ranges of one layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._places: dict[tuple[int, int], tuple[int, Piece]] = {}
+        for part, chunk in enumerate(layout.chunks):
+            if chunk.kind in (Kind.MOMENT1, Kind.MOMENT2) and chunk.dtype == "float32":
+                self._places.update({(piece.tensor, piece.start): (part, piece) for piece in chunk.pieces})
+        self._variance_of: dict[int, int] = {}
+        self.ranges: dict[int, StateRange] = {}
+        for kind, find in ((Kind.MOMENT1, self._variances), (Kind.WEIGHT, self._weights)):
+            for part, chunk in enumerate(layout.chunks):
+                if chunk.kind is kind and chunk.dtype == "float32" and chunk.pieces:
+                    one = find(part, chunk)
+                    if one is not None:
+                        self.ranges[one.part] = one
+
+    def _variances(self, part: int, chunk: LayoutChunk) -> StateRange | None:
+        """Find the variances that go with a chunk of momentum."""
+        specs = [self._layout.tensors[piece.tensor] for piece in chunk.pieces]
+        place = _group_of(specs[0])
+        prefixes = [spec.name.removesuffix("/exp_avg") for spec in specs]
+        tensors = [self._layout.index_of.get(f"{prefix}/exp_avg_sq", -1) for prefix in prefixes]
+        steps = [self._step(prefix) for prefix in prefixes]
+        found = self._places.get((tensors[0], chunk.pieces[0].start))
+        if place is None or found is None or None in steps:
+            return None
+        other = self._layout.chunks[found[0]]
+        alike = [(t, p.start, p.stop, p.offset_bytes) for t, p in zip(tensors, chunk.pieces, strict=True)]
+        if (
+            other.kind is not Kind.MOMENT2
+            or other.size_bytes != chunk.size_bytes
+            or [(p.tensor, p.start, p.stop, p.offset_bytes) for p in other.pieces] != alike
+        ):
+            return None
+        self._variance_of[part] = found[0]
+        runs = (MomentRun(part, found[0], 0, 0, chunk.size_bytes),)
+        return StateRange(found[0], *place, runs, tuple(step for step in steps if step is not None))
+
+    def _weights(self, part: int, chunk: LayoutChunk) -> StateRange | None:
+        """Find the moments of a chunk of weights; pieces without are left out."""
+        place = _group_of(self._layout.tensors[chunk.pieces[0].tensor])
+        if place is None:
+            return None
+        runs: list[MomentRun] = []
+        steps: list[int] = []
+        for piece in chunk.pieces:
+            prefix = state_prefix(place[0], self._layout.tensors[piece.tensor].name)
+            tensor, step = self._layout.index_of.get(f"{prefix}/exp_avg", -1), self._step(prefix)
+            found = self._places.get((tensor, piece.start))
+            if step is None or found is None or found[0] not in self._variance_of:
+                continue
+            if (found[1].start, found[1].stop) != (piece.start, piece.stop):
+                continue
+            steps.append(step)
+            size_bytes = (piece.stop - piece.start) * ITEM_BYTES[chunk.dtype]
+            there, here = found[1].offset_bytes, piece.offset_bytes
+            run = MomentRun(found[0], self._variance_of[found[0]], there, here, size_bytes)
+            joined = _joined(runs[-1], run) if runs else None
+            runs[-1 if joined else len(runs) :] = [joined or run]
+        return StateRange(part, *place, tuple(runs), tuple(steps)) if runs else None
+
+    def _step(self, prefix: str) -> int | None:
+        index = self._layout.index_of.get(f"{prefix}/step", -1)
+        if index < 0 or self._layout.tensors[index].dtype != "float32":
+            return None
+        return self._layout.tensor_offsets[index] if self._layout.tensors[index].element_count == 1 else None
 
 
-def _range_of(layout: Layout, part: int, firsts: Mapping[tuple[int, int], int]) -> StateRange | None:
-    weight = layout.chunks[part]
-    specs = [layout.tensors[piece.tensor] for piece in weight.pieces]
-    optimizer, colon, number = specs[0].group.rpartition(":")
-    number = number.partition("+")[0]  # what follows is the label of a lossy choice
-    if not colon or not number.isdecimal():
+def _joined(one: MomentRun, other: MomentRun) -> MomentRun | None:
+    """Return both runs as one, where they lie alike in the same chunks; gaps between are zeros in all."""
+    gap = other.here - one.here
+    if (one.momentum, one.variance, one.there + gap) != (other.momentum, other.variance, other.there):
         return None
-    parts: dict[str, int] = {}
-    steps: list[int] = []
-    prefixes = [state_prefix(optimizer, spec.name) for spec in specs]
-    for key, kind in (("exp_avg", Kind.MOMENT1), ("exp_avg_sq", Kind.MOMENT2)):
-        tensors = [layout.index_of.get(f"{prefix}/{key}", -1) for prefix in prefixes]
-        found = firsts.get((tensors[0], weight.pieces[0].start))
-        if found is None or not _alike(weight, layout.chunks[found], kind, tensors):
-            return None
-        parts[key] = found
-    for prefix in prefixes:
-        index = layout.index_of.get(f"{prefix}/step", -1)
-        if index < 0 or layout.tensors[index].dtype != "float32" or layout.tensors[index].element_count != 1:
-            return None
-        steps.append(layout.tensor_offsets[index])
-    return StateRange(parts["exp_avg"], parts["exp_avg_sq"], part, optimizer, int(number), tuple(steps))
+    if not 0 <= gap - one.size_bytes < 64:
+        return None
+    return MomentRun(one.momentum, one.variance, one.there, one.here, gap + other.size_bytes)
 
 
-def _alike(weight: LayoutChunk, state: LayoutChunk, kind: Kind, tensors: list[int]) -> bool:
-    """Whether `state` holds the same elements of these tensors as `weight` does of its own."""
-    return (
-        state.kind is kind
-        and state.dtype == weight.dtype == "float32"
-        and state.size_bytes == weight.size_bytes
-        and [(p.tensor, p.start, p.stop, p.offset_bytes) for p in state.pieces]
-        == [(t, p.start, p.stop, p.offset_bytes) for t, p in zip(tensors, weight.pieces, strict=True)]
-    )
+def _group_of(spec: TensorSpec) -> tuple[str, int] | None:
+    """Return optimizer and number of the group that a tensor is in."""
+    optimizer, colon, number = spec.group.rpartition(":")
+    number = number.partition("+")[0]  # what follows is the label of a lossy choice
+    return (optimizer, int(number)) if colon and number.isdecimal() else None
 
 
 def _group(

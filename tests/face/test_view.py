@@ -291,10 +291,11 @@ def test_types_that_zarr_lacks_are_bits(tmp_path: Path) -> None:
     assert (str(array.dtype), array.attrs["stepwell_dtype"]) == ("uint16", "bfloat16")
 
 
-def test_captured_states_told_as_differences_are_undone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("delta", ["ordered_delta", "predictive"])
+def test_captured_states_told_as_differences_are_undone(tmp_path: Path, delta: str) -> None:
     pipeline: list[object] = [
         {"capture": "state"},
-        {"delta": "ordered_delta"},
+        {"delta": delta},
         "shard",
         "replicate",
         "commit",
