@@ -9,9 +9,10 @@ as ``stepwell.pipeline.predictive`` needs them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stepwell.errors import FormatError
@@ -39,15 +40,15 @@ class StateRange:
         Number of the parameter group.
     runs : tuple of MomentRun
         In the order of the chunk; one run, all of it, for a chunk of variances.
-    steps : tuple of int
-        Where the float32 ``step`` of each tensor with moments lies, in bytes from the start of the run.
+    steps : ndarray, (n,), int64
+        Where the float32 ``step`` of each tensor with moments lies, in such elements from the run's start.
     """
 
     part: int
     optimizer: str
     group: int
     runs: tuple[MomentRun, ...]
-    steps: tuple[int, ...]
+    steps: npt.NDArray[np.int64] = field(compare=False)
 
     @property
     def moments(self) -> list[int]:
@@ -95,14 +96,15 @@ def hints_of(layout: Layout, run: Bytes, tree: Mapping[str, JsonValue]) -> dict[
     """
     groups: dict[tuple[str, int], tuple[object, Mapping[object, object]] | None] = {}
     hints: dict[int, UpdateHint] = {}
+    floats = run[: run.nbytes // 4 * 4].view(np.float32)
     for part, one in ranges_of(layout).items():
         place = one.optimizer, one.group
         if place not in groups:
             groups[place] = _group(tree, *place)
-        group, counts = groups[place], {_count(run, offset) for offset in one.steps}
-        if group is None or len(counts) != 1:
+        group, counts = groups[place], floats[one.steps]
+        if group is None or (counts != counts[0]).any():
             continue
-        update = AdamUpdate.of(group[0], group[1], counts.pop())
+        update = AdamUpdate.of(group[0], group[1], float(counts[0]))
         if update is not None:
             hints[part] = UpdateHint(update, one.runs)
     return hints
@@ -146,7 +148,7 @@ class _Finder:
             return None
         self._variance_of[part] = found[0]
         runs = (MomentRun(part, found[0], 0, 0, chunk.size_bytes),)
-        return StateRange(found[0], *place, runs, tuple(step for step in steps if step is not None))
+        return StateRange(found[0], *place, runs, np.array(steps, np.int64))
 
     def _weights(self, part: int, chunk: LayoutChunk) -> StateRange | None:
         """Find the moments of a chunk of weights; pieces without are left out."""
@@ -169,13 +171,14 @@ class _Finder:
             run = MomentRun(found[0], self._variance_of[found[0]], there, here, size_bytes)
             joined = _joined(runs[-1], run) if runs else None
             runs[-1 if joined else len(runs) :] = [joined or run]
-        return StateRange(part, *place, tuple(runs), tuple(steps)) if runs else None
+        return StateRange(part, *place, tuple(runs), np.array(steps, np.int64)) if runs else None
 
     def _step(self, prefix: str) -> int | None:
         index = self._layout.index_of.get(f"{prefix}/step", -1)
         if index < 0 or self._layout.tensors[index].dtype != "float32":
             return None
-        return self._layout.tensor_offsets[index] if self._layout.tensors[index].element_count == 1 else None
+        alone = self._layout.tensors[index].element_count == 1
+        return self._layout.tensor_offsets[index] // 4 if alone else None
 
 
 def _joined(one: MomentRun, other: MomentRun) -> MomentRun | None:
@@ -209,7 +212,3 @@ def _group(
         return None
     values = decode_tree(group.get("values"), lambda name: _NO_TENSOR)
     return (about.get("class"), values) if isinstance(values, dict) else None
-
-
-def _count(run: Bytes, offset: int) -> float:
-    return float(run[offset : offset + 4].view(np.float32)[0])
