@@ -352,23 +352,26 @@ def bits_of(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, bytes]:
     return found
 
 
-def config(path: Path) -> dict[str, object]:
+def config(path: Path, base_every: int) -> dict[str, object]:
     return {
         "tiers": [{"kind": "directory", "path": str(path)}],
         "pipeline": [{"capture": "state"}, {"delta": "predictive"}, "shard", "replicate", "commit"],
-        "base_every": 100,
-        "log_budget": 1000.0,
+        "base_every": base_every,
+        "log_budget": 1e9,
         "chunk_bytes": 8192,
     }
 
 
-def test_a_run_of_states_is_restored_and_viewed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base_every", [5, 100])
+def test_a_run_of_states_is_restored_and_viewed(tmp_path: Path, base_every: int) -> None:
+    """Told from the first save on, or from a base on the way."""
+    settings = config(tmp_path / "run", base_every)
     torch.manual_seed(1)
     model = Net()
     optimizer = optim.AdamW(model.parameters())
     schedule = optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     wanted = {}
-    with stepwell.open_sync(config(tmp_path / "run"), model=model, optimizer=optimizer) as well:
+    with stepwell.open_sync(settings, model=model, optimizer=optimizer) as well:
         for step in range(12):
             x = torch.randn(16, 32)
             optimizer.zero_grad()
@@ -380,12 +383,11 @@ def test_a_run_of_states_is_restored_and_viewed(tmp_path: Path) -> None:
         well.wait_until_finished(60)
         # As it is in the middle of the run: an orderly end may write a base of the last step.
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    settings = config(tmp_path / "copy", base_every)
     packs = sorted((tmp_path / "copy").glob("*/step/*/*.pack"))
     assert any(b'"stepwell.predictive"' in pack.read_bytes() for pack in packs)
 
-    group = {
-        step: zarr.open_group(stepwell.view(config(tmp_path / "copy"), step), mode="r") for step in (7, 11)
-    }
+    group = {step: zarr.open_group(stepwell.view(settings, step), mode="r") for step in (7, 11)}
     for step, opened in group.items():
         for name in ("3.weight", "0.bias"):
             array = opened[f"model/{name}"]
@@ -399,8 +401,10 @@ def test_a_run_of_states_is_restored_and_viewed(tmp_path: Path) -> None:
     torch.manual_seed(2)
     model = Net()
     optimizer = optim.AdamW(model.parameters(), lr=1.0)
-    with stepwell.open_sync(config(tmp_path / "copy"), model=model, optimizer=optimizer) as well:
+    with stepwell.open_sync(settings, model=model, optimizer=optimizer) as well:
         restored = well.restore()
         assert restored is not None
         assert (restored.step, restored.exact, restored.faults) == (11, True, ())
+        # Of the bases of steps 4 and 9 the newer may still have been on its way.
+        assert restored.base_step in ((4, 9) if base_every == 5 else (0,))
         assert bits_of(model, optimizer) == wanted[11]
