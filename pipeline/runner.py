@@ -127,6 +127,7 @@ class Runner:
         self._base_workers = Workers(1, "stepwell-base")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
+        self._behind = False  # from the first save on: what comes before, a restore, is waited for
         self._thread = threading.Thread(target=self._run, name="stepwell-runner", daemon=True)
         self._handles: set[SaveHandle] = set()
         self._steps: asyncio.Queue[StepJob | None]
@@ -182,6 +183,11 @@ class Runner:
         return True
 
     def _accept(self, job: Job) -> None:
+        if not self._behind:
+            self._behind = True
+            lower_priority()
+            for tier in self.tiers:
+                tier.store.fall_behind()
         if isinstance(job, BaseJob):
             for tier in self.tiers:
                 tier.base_expected(job.link.step, alone=job.alone)
@@ -190,7 +196,6 @@ class Runner:
             self._steps.put_nowait(job)
 
     def _run(self) -> None:
-        lower_priority()
         try:
             asyncio.run(self._main())
         except BaseException as error:  # told to everyone who waits; the thread has nobody above it

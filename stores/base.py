@@ -107,6 +107,12 @@ class ObjectStore(Store):
             The key was there already.
         """
 
+    def fall_behind(self) -> None:
+        """Run this store's own threads behind the training from now on; most stores have none.
+
+        For good: a thread that gave up its priority may not take it back.
+        """
+
     async def sweep_temps(self) -> tuple[str, ...]:
         """Remove temporary files of writers that died; return their names. Most stores have none."""
         return ()

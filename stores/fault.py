@@ -156,6 +156,10 @@ class FaultStore(ZarrFace):
         assert isinstance(inner, ObjectStore)
         return FaultStore(inner, self.seed, self.plan, kill_at=self._kill_at, sleep=self._sleep)
 
+    def fall_behind(self) -> None:
+        """Run the threads of the store behind it behind the training."""
+        self.inner.fall_behind()
+
     def release(self) -> None:
         """Let every stalled call go on, and stall none any more; from any thread."""
         with self._mutex:

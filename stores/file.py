@@ -90,6 +90,10 @@ class FileStore(ZarrFace):
         """Return another store on the same directory."""
         return FileStore(self._tree.root, read_only=read_only)
 
+    def fall_behind(self) -> None:
+        """Run the threads behind the training from now on; see ``ObjectStore.fall_behind``."""
+        self._workers.fall_behind()
+
     def close(self) -> None:
         """Let the threads end."""
         self._workers.close()

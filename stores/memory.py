@@ -87,6 +87,10 @@ class MemoryStore(ZarrFace):
         """Return another store on the same arena."""
         return MemoryStore(self._arena, read_only=read_only)
 
+    def fall_behind(self) -> None:
+        """Run the threads behind the training from now on; see ``ObjectStore.fall_behind``."""
+        self._workers.fall_behind()
+
     def close(self) -> None:
         """Let the threads end; the arena stays open."""
         self._workers.close()

@@ -3,7 +3,8 @@
 A cancelled await does not stop a thread, and the caller frees its buffers as soon as the call
 ends. So a cancelled call here first waits for its threads, and only then raises.
 
-All threads that work for a checkpoint run behind the training: see `lower_priority`.
+Threads that work beside the training run behind it: see `lower_priority`. Those of a restore do not,
+since the training waits for them.
 """
 
 from __future__ import annotations
@@ -55,6 +56,12 @@ class Workers:
         self._count = count
         self._pid = os.getpid()
         self._pool: ThreadPoolExecutor | None = None
+        self._behind = False
+        self._local = threading.local()
+
+    def fall_behind(self) -> None:
+        """Lower the priority of all threads, each when it next works."""
+        self._behind = True
 
     def check_process(self) -> None:
         """Raise UsageError in a forked child: threads and locks of the parent do not exist there."""
@@ -75,14 +82,18 @@ class Workers:
         """
         self.check_process()
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                self._count, thread_name_prefix=self._name, initializer=lower_priority
-            )
+            self._pool = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
         batch = _Batch([_Call(function) for function in functions])
         # One future a thread, not one a function: a base has thousands of small files.
         threads = min(self._count, len(batch.calls))
-        await _until_settled([self._pool.submit(batch.work) for _ in range(threads)], batch.stop)
+        await _until_settled([self._pool.submit(self._work, batch) for _ in range(threads)], batch.stop)
         return batch.results()
+
+    def _work(self, batch: _Batch[T]) -> None:
+        if self._behind and not getattr(self._local, "behind", False):
+            self._local.behind = True
+            lower_priority()
+        batch.work()
 
     def close(self) -> None:
         """Let the threads end once they are idle. A later call starts new ones."""

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from functools import partial
 
 import pytest
 
-from stepwell.stores.threads import Workers
+from stepwell.stores.threads import BACKGROUND_NICE, Workers
 
 
 async def test_results_come_in_order_and_the_first_error_counts() -> None:
@@ -86,4 +88,20 @@ async def test_buffers_are_free_when_the_call_ends() -> None:
         buffer = bytearray(100)
         assert await workers.run(partial(len, memoryview(buffer))) == 100
         buffer += b"can be resized: nobody holds it"
+    workers.close()
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "getpriority") or sys.platform != "linux", reason="threads have no priority here"
+)
+async def test_threads_fall_behind_when_told_and_not_before() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    workers = Workers("test", 1)
+    assert await workers.run(priority) == own
+    workers.fall_behind()
+    assert await workers.run(priority) == min(19, own + BACKGROUND_NICE)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own, "the caller keeps its own"
     workers.close()
