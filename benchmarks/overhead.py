@@ -10,10 +10,10 @@ Keys::
     params, steps_per_block, pairs, machine
     kept_freed_memory                   whether glibc was told to keep what is freed, for both kinds of blocks
     step_ms_with, step_ms_without       medians over all steps
-    ratio, ratio_low, ratio_high        of the median steps of two blocks: median over the pairs, 95 % interval
+    ratio, ratio_low, ratio_high        of the blocks' median steps: median over the pairs, 95 % interval
     verdict                             "met" | "missed" | "undecided" against 1.02
     mean_ratio, mean_ratio_low, mean_ratio_high
-                                        the same of the blocks' whole times, so with the steps that also copy a
+                                        the same of the blocks' whole times: with the steps that also copy a
                                         base on the trainer's thread (the first and every fourth or so)
     blocked_ms_p50, blocked_ms_p99      hooks and save on the trainer's thread, all saves
     bytes_per_param_step                differentials as stored, bases apart
