@@ -189,6 +189,16 @@ class Ledger:
                 or self._log_bytes >= schedule.log_budget * max(1, self._base_bytes)
             )
 
+    def base_is_overdue(self, schedule: BaseSchedule) -> bool:
+        """Whether the log has grown to twice what asks for a base: more would be beyond the forecast."""
+        with self._lock:
+            if self._base_failed_at is not None or not self._base_bytes:
+                return False
+            return (
+                self._saves_since_base >= 2 * schedule.base_every
+                or self._log_bytes >= 2 * schedule.log_budget * self._base_bytes
+            )
+
     def take_error(self) -> BaseException | None:
         """Take the oldest failure that was not raised yet; later ones go along as its notes."""
         with self._lock:

@@ -97,6 +97,14 @@ class BaseRegions:
         """Whether a base is in flight."""
         return self._busy
 
+    def outwait(self) -> bool:
+        """Wait until no base is in flight, as long as the stall limit allows; say whether that is so."""
+        began = time.monotonic()
+        with self._condition:
+            free = self._condition.wait_for(lambda: not self._busy, self._stall_limit_s)
+            self.waited_s += time.monotonic() - began
+        return free
+
     def take(self, size_bytes: int) -> Region:
         """Return the region for the next base.
 

@@ -325,6 +325,9 @@ class Session:
             warnings.warn(f"stepwell: {distrust}; the state is captured from now on", stacklevel=3)
             capture.use_state(distrust)
         must = self.ledger.must_base() is not None or distrust is not None
+        if self._bases.busy and self.ledger.base_is_overdue(self.options):
+            # Bases fall behind: without this the log, and memory, would grow as long as they do.
+            self._bases.outwait()
         # While a base travels, the old base and the log hold: a scheduled one can wait for its region.
         # One that must be is waited for, but once: in vain, and the next free region will do.
         if self._bases.busy and (self._base_late or not must):

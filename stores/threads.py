@@ -23,8 +23,8 @@ __all__ = ["Workers", "lower_priority"]
 
 T = TypeVar("T")
 
-BACKGROUND_NICE = 15
-"""Some 4 % of a processor where training wants all of them, and all of one it leaves idle. With equal
+BACKGROUND_NICE = 10
+"""A tenth of a processor where others want all of them, and all of one they leave idle. With equal
 priority the threads of a base took turns with the training step, which waited 150 to 350 ms of 1,700
 for a processor (two cores, one of them training)."""
 

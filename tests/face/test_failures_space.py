@@ -222,6 +222,42 @@ def test_stalled_store_blocks_the_trainer_no_longer_than_its_deadline(
     assert bits == uninterrupted(15)[14]
 
 
+def test_a_log_that_outgrows_its_bases_waits_for_the_one_in_flight(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_s = 0.2
+    run.keys = {"stall_limit_s": limit_s, "base_every": 3}
+    store = break_tier(
+        monkeypatch, "directory", Fault(FaultKind.STALL, "put", "*/base/00000000000[1-9]/*", times=None)
+    )
+    job = Job()
+    with run.open(job) as well:
+        for step in range(14):
+            job.step()
+            well.save(step)
+            if step < 3:
+                idle(well)  # the first base is through
+        saves = well.metrics().saves
+        first = next(record.step for record in saves if record.base and record.step > 0)
+        overdue = first + 2 * 3
+        assert max(record.waited_s for record in saves if record.step <= overdue) < limit_s / 2
+        assert min(record.waited_s for record in saves if record.step > overdue) > limit_s / 2
+        assert not any(record.base for record in saves if record.step > first)
+        store().release()
+        idle(well)
+        job.step()
+        handle = well.save(14)
+        handle.until(None, PATIENCE_S)
+        assert well.metrics().saves[-1].base
+        idle(well)
+        copy = run.copied("copy", memory=False)
+    monkeypatch.undo()
+    restored, bits = copy.restored()
+    assert restored is not None
+    assert restored.step == 14
+    assert bits == uninterrupted(15)[14]
+
+
 def test_close_ends_at_its_deadline_and_keeps_the_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that never answers: what is in memory stays for the next start, and the hooks are gone."""
     run.keys = {"close_deadline_s": 0.3, "stall_limit_s": 5.0}
