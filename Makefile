@@ -40,6 +40,11 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.capture
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.many_tensors
+	$(BIN)/python -m benchmarks.bounded
+	$(BIN)/python -m benchmarks.kill
+	$(BIN)/python -m benchmarks.codecs
+	$(BIN)/python -m benchmarks.quality
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

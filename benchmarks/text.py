@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["VOCABULARY", "Text", "library_text"]
+__all__ = ["VOCABULARY", "Text", "library_files", "library_text"]
 
 VOCABULARY = 256
 _HELD_OUT = 10  # every tenth file is for validation
@@ -36,8 +36,8 @@ class Text:
         return _windows(self.held_out, size, time, 0)
 
 
-def library_text() -> Text:
-    """Read the modules at the top of the standard library, sorted by name.
+def library_files() -> list[Path]:
+    """Return the modules at the top of the standard library, sorted by name.
 
     Raises
     ------
@@ -48,6 +48,18 @@ def library_text() -> Text:
     files = sorted(where.glob("*.py"))
     if len(files) < _HELD_OUT:
         raise FileNotFoundError(f"{where} has no sources to train on")
+    return files
+
+
+def library_text() -> Text:
+    """Read the standard library's sources, every tenth file apart.
+
+    Raises
+    ------
+    FileNotFoundError
+        This Python came without its sources.
+    """
+    files = library_files()
     train: list[bytes] = []
     held_out: list[bytes] = []
     for number, file in enumerate(files, 1):

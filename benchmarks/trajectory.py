@@ -7,7 +7,6 @@ machine has, the top-level modules of Python's standard library, in order of the
 from __future__ import annotations
 
 import math
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpt import GPT
+from benchmarks.text import library_files
 
 __all__ = ["STEPS_MIN", "Floats", "Moment", "Phase", "Training", "load_shipped", "standard_library_text"]
 
@@ -207,16 +207,13 @@ class Training:
 
 def standard_library_text(bytes_max: int = _TEXT_BYTES_MAX) -> torch.Tensor:
     """Return the sources of Python's standard library, (n,), uint8; the same on every run of one Python."""
-    directory = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
     size = 0
-    for path in sorted(directory.glob("*.py")):
+    for path in library_files():
         parts.append(path.read_bytes())
         size += len(parts[-1])
         if size >= bytes_max:
             break
-    if size < 1 << 20:
-        raise FileNotFoundError(f"{directory} has {size} bytes of *.py, too few to train on")
     return torch.frombuffer(bytearray(b"".join(parts)[:bytes_max]), dtype=torch.uint8)
 
 
