@@ -18,9 +18,13 @@ from stepwell.pipeline.outcome import Metrics, Restored, SaveRecord
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.tier import OnError, Tier
 
-__all__ = ["BaseSchedule", "Ledger"]
+__all__ = ["BaseSchedule", "Ledger", "log_limit_bytes"]
 
 SAVES_KEPT = 10_000
+LOG_FLOOR_BYTES = 32 << 20
+"""A log of less asks for no base by its size: replaying it takes a fraction of a second, and a base of
+a small state costs the disk some hundred small files."""
+
 BASE_RETRY_SAVES = 10  # a base that failed is tried again after so many saves
 
 
@@ -36,6 +40,11 @@ class BaseSchedule(Protocol):
     def log_budget(self) -> float:
         """When the log is so many times as large as its base."""
         ...
+
+
+def log_limit_bytes(schedule: BaseSchedule, base_bytes: int) -> float:
+    """Return how large the log may be before it asks for a base."""
+    return max(schedule.log_budget * base_bytes, LOG_FLOOR_BYTES)
 
 
 class Ledger:
@@ -184,9 +193,8 @@ class Ledger:
             if failed is not None:
                 # What asked for a base still does; give the store time first.
                 return self._saves_since_base >= failed + BASE_RETRY_SAVES
-            return (
-                self._saves_since_base + 1 >= schedule.base_every
-                or self._log_bytes >= schedule.log_budget * max(1, self._base_bytes)
+            return self._saves_since_base + 1 >= schedule.base_every or self._log_bytes >= log_limit_bytes(
+                schedule, self._base_bytes
             )
 
     def base_is_overdue(self, schedule: BaseSchedule) -> bool:
@@ -196,7 +204,7 @@ class Ledger:
                 return False
             return (
                 self._saves_since_base >= 2 * schedule.base_every
-                or self._log_bytes >= 2 * schedule.log_budget * self._base_bytes
+                or self._log_bytes >= 2 * log_limit_bytes(schedule, self._base_bytes)
             )
 
     def take_error(self) -> BaseException | None:

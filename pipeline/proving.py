@@ -119,6 +119,7 @@ class Proving:
         self._first_done = False
         self._turns: list[Turn] = []
         self._whole_chain_proven = False
+        self._bases_s = 0.0
         self._cut = threading.Event()
         self.verdicts: list[Verdict] = []
 
@@ -197,6 +198,10 @@ class Proving:
         tier, prover = self._tier, self._prover
         if tier is None or prover is None or not self._exact:
             return
+        # What a proof costs beside its units, reading manifests and layouts, counts too.
+        late = self._bases_s > BASE_SHARE * (time.monotonic() - self._began)
+        if target is not None and self._whole_chain_proven and late:
+            return
         held = self._runner.held
         if held:
             # Where bases come faster than proofs, some go unproven, and none is proven whole: chains
@@ -208,11 +213,13 @@ class Proving:
         self._cut = cut = threading.Event()
 
         def task() -> Verdict:
+            began = time.thread_time()
             try:
                 return self._proof(
                     tier, lambda: prover.stopping or cut.is_set(), subjects, base, chain, target
                 )
             finally:
+                self._bases_s += time.thread_time() - began
                 held.remove(base.link)
 
         # Retention leaves the base and all after it alone until the proof has read them.

@@ -34,7 +34,7 @@ from stepwell.pipeline.gate import Gate
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.inventory import Inventory
 from stepwell.pipeline.keys import STEPS, Series
-from stepwell.pipeline.ledger import Ledger
+from stepwell.pipeline.ledger import Ledger, log_limit_bytes
 from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.lives import Lives
 from stepwell.pipeline.loop import loop_of
@@ -567,7 +567,7 @@ class Session:
         forecast = {
             "capture_slots": capture,
             "bases": (keep + 1) * base,
-            "log": int(keep * self.options.log_budget * base) + capture,
+            "log": int(keep * log_limit_bytes(self.options, base)) + capture,
         }
         if self._closed_loop is not None:
             gradient = self._capture is not None and self._capture.mode == "gradient"
