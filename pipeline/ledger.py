@@ -21,10 +21,6 @@ from stepwell.pipeline.tier import OnError, Tier
 __all__ = ["BaseSchedule", "Ledger", "log_limit_bytes"]
 
 SAVES_KEPT = 10_000
-LOG_FLOOR_BYTES = 32 << 20
-"""A log of less asks for no base by its size: replaying it takes a fraction of a second, and a base of
-a small state costs the disk some hundred small files."""
-
 BASE_RETRY_SAVES = 10  # a base that failed is tried again after so many saves
 
 
@@ -44,7 +40,7 @@ class BaseSchedule(Protocol):
 
 def log_limit_bytes(schedule: BaseSchedule, base_bytes: int) -> float:
     """Return how large the log may be before it asks for a base."""
-    return max(schedule.log_budget * base_bytes, LOG_FLOOR_BYTES)
+    return schedule.log_budget * max(1, base_bytes)
 
 
 class Ledger:

@@ -22,7 +22,7 @@ from stepwell.config.presets import PRESETS
 
 LOSSY = [preset for preset in PRESETS if preset != "exact"]
 STATE = ["tiercheck", "fastcheck"]
-STEPS, CRASH = 14, 9
+STEPS, CRASH = 18, 13
 CHUNKS = {"chunk_bytes": 1 << 20}
 
 

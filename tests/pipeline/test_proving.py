@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 import stepwell
+from stepwell.pipeline import proving as proving_module
 from stepwell.pipeline.proof import Outcome
 
 
@@ -34,7 +36,10 @@ def config(memory: Path, directory: Path) -> dict[str, object]:
     }
 
 
-def test_the_first_updates_and_every_base_are_proven(memory_directory: Path, tmp_path: Path) -> None:
+def test_the_first_updates_and_every_base_are_proven(
+    memory_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proving_module, "BASE_SHARE", 1000.0)  # else the later ones wait for their share
     model, optimizer = build()
     with stepwell.open_sync(
         config(memory_directory, tmp_path / "run"), model=model, optimizer=optimizer

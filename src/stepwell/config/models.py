@@ -39,7 +39,7 @@ class Config(Strict):
     base_every : int
         A base at the latest after this many saves.
     log_budget : float
-        A base when the log is this many times as large as the base before it, and 32 MiB at least.
+        A base when the log is this many times as large as the base before it.
     stall_limit_s : float
         Longest wait of the trainer in one save; after it the save is skipped with a warning.
     backpressure : "wait" or "skip"
