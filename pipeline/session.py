@@ -104,7 +104,7 @@ class Session:
         self._closing = closing
         self._pid = os.getpid()
         self._closed = False
-        self._base_late = False
+        self._base_late = self._log_late = False
         self._previous: Link | None = None
         self._last_step: int | None = None
         self._hooks_s = 0.0
@@ -325,9 +325,12 @@ class Session:
             warnings.warn(f"stepwell: {distrust}; the state is captured from now on", stacklevel=3)
             capture.use_state(distrust)
         must = self.ledger.must_base() is not None or distrust is not None
-        if self._bases.busy and self.ledger.base_is_overdue(self.options):
-            # Bases fall behind: without this the log, and memory, would grow as long as they do.
-            self._bases.outwait()
+        if not self._bases.busy:
+            self._log_late = False
+        elif not self._log_late and self.ledger.base_is_overdue(self.options):
+            # Bases fall behind: without this the log, and memory, would grow as long as they do. But a
+            # base that does not come through at all is waited for once, not at every save.
+            self._log_late = not self._bases.outwait()
         # While a base travels, the old base and the log hold: a scheduled one can wait for its region.
         # One that must be is waited for, but once: in vain, and the next free region will do.
         if self._bases.busy and (self._base_late or not must):
