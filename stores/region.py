@@ -22,7 +22,7 @@ _MADV_POPULATE_WRITE = 23
 
 # mmap(MAP_POPULATE) holds the interpreter lock for about 0.1 s per GiB, and the budget of the
 # event loop is 10 ms. The same work in steps of this size lets others run in between.
-_POPULATE_STEP_BYTES = 16 << 20
+_POPULATE_STEP_BYTES = 2 << 20
 
 
 class RegionState(StrEnum):
