@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from stepwell.errors import StepwellError, StoreError
@@ -29,15 +30,16 @@ class BaseWriter:
         self._workers = workers
         self._plan: GroupPlan | None = None
 
-    async def write(self, job: BaseJob) -> None:
-        """Commit `job` in each tier that takes it; its region is released whatever happens."""
+    async def write(self, job: BaseJob, tiers: Sequence[Tier]) -> None:
+        """Commit `job` in `tiers`, those that take it; its region is released whatever happens."""
         published = False
         try:
             await asyncio.wrap_future(job.ready)
             header = await self._workers.run(job.header)
             digest = await asyncio.wrap_future(job.digest)
+            await self._workers.run(lambda: job.check(digest))
             header["digest"] = digest
-            for tier in self._runner.tiers:
+            for tier in tiers:
                 if tier.lost is not None:
                     job.handle.resolve(tier.name, StoreError(f"tier {tier.name} was given up: {tier.lost}"))
                     continue

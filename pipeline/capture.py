@@ -24,6 +24,7 @@ from stepwell.pipeline.copier import Copier
 from stepwell.pipeline.gradients import GradientTap, Interval, TapTarget
 from stepwell.pipeline.layout import Layout, TensorSpec
 from stepwell.pipeline.live import LiveState
+from stepwell.pipeline.overlap import Guard, OverlappedCopy, may_wait
 from stepwell.pipeline.pack import HEADER_BYTES
 from stepwell.pipeline.plan import CHUNK_BYTES, plan_layout
 from stepwell.pipeline.slots import CopyPlan, LayoutMemory, Region, SlotPool
@@ -98,6 +99,8 @@ class Capture:
         self._slot_count, self._chunk_bytes, self._clock = slots, chunk_bytes, clock
         self._eager_digest, self._base_room = eager_digest, base_room or room_for_base
         self._copier = Copier()
+        self._guard = Guard()
+        self._overlaps = True
         self._broken: str | None = FIRST
         self._breaks = 0
         self._state_pool: SlotPool | None = None
@@ -159,6 +162,10 @@ class Capture:
     def use_state(self, reason: str) -> None:
         """Give gradients up for good: the proof failed, say."""
         self.tap.give_up(reason)
+
+    def stop_overlapping(self) -> None:
+        """Copy bases at the save from now on: this run writes into weights between updates."""
+        self._overlaps = False
 
     def take(self, step: int, *, base: bool = False) -> CapturedSave:
         """Capture a save. When this returns, training may go on and write anywhere.
@@ -243,7 +250,8 @@ class Capture:
                 state = self._copy_state(collected, releases)
             try:
                 if kind is SaveKind.BASE_ONLY or base:
-                    base_copy = self._copy_base(collected, state, region, releases)
+                    beside = kind is SaveKind.GRADIENT
+                    base_copy = self._copy_base(step, collected, state, region, releases, overlap=beside)
             except (DeadlineError, NoSpaceError) as error:
                 if kind is SaveKind.BASE_ONLY:
                     raise
@@ -301,16 +309,22 @@ class Capture:
 
     def _copy_base(
         self,
+        step: int,
         collected: Collected,
         state: StateCopy | None,
         region: list[Region],
         releases: list[Callable[[], None]],
+        *,
+        overlap: bool,
     ) -> BaseCopy:
         plan = self._plan(collected.specs)
         taken = self._reserve_base(self._base_room(plan.layout, collected.tree))
         region.append(taken)
         whole = torch.from_numpy(np.frombuffer(taken.payload, dtype=np.uint8))
         memory = LayoutMemory(whole[HEADER_BYTES:], plan)
+        if state is None and overlap and self._overlaps:
+            ready = self._copy_base_later(step, collected, memory)
+            return BaseCopy(taken, memory, collected.tree, HEADER_BYTES, ready, overlapped=True)
         if state is None:
             memory.copy_from(collected.tensors)
             return BaseCopy(taken, memory, collected.tree, HEADER_BYTES)
@@ -318,6 +332,16 @@ class Capture:
         ready = self._copier.submit(partial(np.copyto, memory.run, state.memory.run))
         releases.insert(0, partial(_wait_for, ready))
         return BaseCopy(taken, memory, collected.tree, HEADER_BYTES, ready)
+
+    def _copy_base_later(self, step: int, collected: Collected, memory: LayoutMemory) -> Future[None]:
+        """Copy at once what may change before the next update, and let that wait for the rest."""
+        specs, tensors = collected.specs, collected.tensors
+        pairs = memory.copy_from_now(tensors, lambda index: may_wait(specs[index], tensors[index]))
+        tap, begun = self.tap, self.tap.updates_begun
+        copy = OverlappedCopy(step, pairs, lambda: tap.updates_begun == begun, self.stop_overlapping)
+        ready = self._copier.submit(copy)
+        self._guard.hold(ready)
+        return ready
 
     # Knowing when gradients will not do.
 
@@ -346,6 +370,7 @@ class Capture:
             chunk_bytes=self._chunk_bytes,
             clock=self._clock,
             label=self.live.label,
+            guard=self._guard,
             opaque=opaque,
         )
 

@@ -58,6 +58,8 @@ class BaseCopy:
         Drop it, and the base, before the region is unmapped.
     ready : Future
         Done when all bytes are there.
+    overlapped : bool
+        The live state is copied while training goes on, see `stepwell.pipeline.overlap`.
     """
 
     region: Region
@@ -65,6 +67,7 @@ class BaseCopy:
     tree: dict[str, JsonValue]
     head_bytes: int
     ready: Future[None] = field(default_factory=finished)
+    overlapped: bool = False
 
     @property
     def layout(self) -> Layout:

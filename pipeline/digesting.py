@@ -23,7 +23,7 @@ from stepwell.pipeline.workers import become_background
 
 __all__ = ["WeightDigests"]
 
-STATES_SHARE = 0.03  # of a processor
+STATES_SHARE = 0.01  # of a processor
 
 
 class WeightDigests:

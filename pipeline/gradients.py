@@ -21,6 +21,7 @@ from stepwell.errors import DeadlineError, NoSpaceError, UsageError
 from stepwell.pipeline.copier import Copier
 from stepwell.pipeline.hooks import OptimizerTap
 from stepwell.pipeline.layout import TensorSpec
+from stepwell.pipeline.overlap import Guard
 from stepwell.pipeline.plan import CHUNK_BYTES
 from stepwell.pipeline.replayable import hidden_from_compilers
 from stepwell.pipeline.slots import Region, Slot, SlotPool
@@ -85,6 +86,8 @@ class GradientTap:
         Monotonic seconds.
     label : callable, optional
         What to add to the group of a gradient, so that a chunk holds one class only.
+    guard : Guard, optional
+        What each update waits for before anything of it is read or written.
     opaque : str, optional
         Begin without gradients, for this reason: only count updates. No memory is reserved.
 
@@ -112,9 +115,11 @@ class GradientTap:
         chunk_bytes: int = CHUNK_BYTES,
         clock: Callable[[], float] = time.monotonic,
         label: Callable[[TensorSpec], str] | None = None,
+        guard: Guard | None = None,
         opaque: str | None = None,
     ) -> None:
         self.updates_begun = 0
+        self._guard = guard or Guard()
         self.label = label
         self.opaque = opaque
         self.waited_s = 0.0
@@ -337,4 +342,7 @@ class GradientTap:
         """
         tap = self._by_optimizer.get(id(optimizer))
         if tap is not None and tap.optimizer is optimizer:
+            # Before any hook of the user's, which may change parameters.
+            with self.blocked():
+                self._guard.wait()
             tap.take_places()

@@ -70,6 +70,8 @@ class BaseJob:
     handle : SaveHandle
     alone : bool
         No differential of this step goes along, so the base is what the handle waits for.
+    asked : bool
+        Somebody asked for it or needs it; otherwise it is merely due.
     layout : Layout
         Of the whole state; its run begins 64 bytes into the region's payload.
     header : callable
@@ -86,6 +88,9 @@ class BaseJob:
     digest : future of JSON or None
     environment : mapping
         JSON, for the manifest.
+    check : callable
+        ``check(digest)`` raises IntegrityError where the region does not hold the state of the save;
+        runs in a worker.
     """
 
     link: Link
@@ -99,6 +104,8 @@ class BaseJob:
     release: Callable[[bool], None]
     digest: concurrent.futures.Future[object]
     environment: Mapping[str, object] = field(default_factory=dict)
+    asked: bool = True
+    check: Callable[[object], None] = lambda digest: None
 
 
 Job = StepJob | BaseJob

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stepwell.errors import IntegrityError, NotCommittedError, StepwellError
+from stepwell.errors import IntegrityError, NotCommittedError, StepwellError, StoreError
 from stepwell.pipeline.chain import Chain, resolve_chain
 from stepwell.pipeline.inventory import Inventory
 from stepwell.pipeline.keys import Series, incarnation_name
@@ -87,9 +87,10 @@ class Lives:
         return failed
 
     async def adopt(self, chain: Chain) -> tuple[int, int]:
-        """Judge which tiers hold the whole of a restored chain, counting what outlives them.
+        """Judge from which tiers the restored save can be reached, counting what outlives them.
 
-        A tier that lacks a part takes part again from the next base on.
+        Not every tier has every base, so theirs may be longer chains. A tier that lacks a part takes
+        part again from the next base on.
 
         Returns
         -------
@@ -100,12 +101,8 @@ class Lives:
         order = list(Failure)
         for tier in runner.tiers:
             reach = order.index(tier.survives)
-            enough = {one.name for one in runner.tiers if order.index(one.survives) >= reach}
-            holders = [inventory.steps.get(link, set()) for link in chain.steps]
-            if chain.base is not None:
-                holders.append(inventory.bases.get(chain.base, set()))
-            whole = all(names & enough for names in holders)
-            if whole:
+            enough = [one for one in runner.tiers if order.index(one.survives) >= reach]
+            if await self._reached(chain.target, enough):
                 tier.begin_whole()
             else:
                 tier.begin_later(chain.target.step + 1)
@@ -137,14 +134,19 @@ class Lives:
         newest = inventory.newest()
         if newest is None:
             return True
-        held = inventory.held_by(tier.name)
-        alone = Inventory(
-            steps={link: {tier.name} for link in held[Series.STEP]},
-            bases={link: {tier.name} for link in held[Series.BASE]},
+        return await self._reached(newest, [tier])
+
+    async def _reached(self, target: Link, tiers: Sequence[Tier]) -> bool:
+        """Whether a save can be restored from what these tiers hold and let us read now."""
+        inventory = self._runner.inventory
+        names = {tier.name for tier in tiers}
+        held = Inventory(
+            steps={link: at & names for link, at in inventory.steps.items() if at & names},
+            bases={link: at & names for link, at in inventory.bases.items() if at & names},
             incarnations=inventory.incarnations,
         )
         try:
-            await resolve_chain(SaveSource([tier], alone, self._runner.commit), newest)
-        except (IntegrityError, NotCommittedError):
+            await resolve_chain(SaveSource(tiers, held, self._runner.commit), target)
+        except (IntegrityError, NotCommittedError, StoreError):
             return False
         return True

@@ -26,7 +26,7 @@ from stepwell.pipeline.bits import bytes_to_tensor
 from stepwell.pipeline.capture import Capture
 from stepwell.pipeline.captured import CapturedSave, SaveKind
 from stepwell.pipeline.collected import optimizer_states
-from stepwell.pipeline.digest import Digest, DigestWindow
+from stepwell.pipeline.digest import Digest, DigestWindow, values_by_part
 from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.flow import recover_chunk
 from stepwell.pipeline.gradients import GradientTap
@@ -58,8 +58,8 @@ __all__ = ["Proving"]
 Result = TypeVar("Result")
 
 FIRST_UPDATES = 2  # proven wholly, from the first base on
-ROTATION_SHARE = 0.03  # of a processor: where steps take milliseconds, not every save is rotated over
-BASE_SHARE = 0.05  # of a processor: bases may come every few steps, and a whole proof costs several updates
+ROTATION_SHARE = 0.005  # of a processor: where steps take milliseconds, not every save is rotated over
+BASE_SHARE = 0.01  # of a processor: bases may come every few steps, and a whole proof costs several updates
 READY_TIMEOUT_S = 60.0
 COMMIT_TIMEOUT_S = 600.0
 
@@ -312,16 +312,7 @@ def _tapped(update: TappedUpdate) -> ProofUpdate:
 
 def _digests(gradients: Layout, weights: Layout, document: object) -> Callable[[int], str | None]:
     """Return the saved digest of each chunk of a gradient layout whose pieces make one digested chunk."""
-    saved = Digest.from_json(document)
-    by_pieces = {_pieces(weights, part): value for part, value in enumerate(saved.values)}
-    return lambda part: by_pieces.get(_pieces(gradients, part))
-
-
-def _pieces(layout: Layout, part: int) -> tuple[tuple[str, int, int, int], ...]:
-    return tuple(
-        (layout.tensors[piece.tensor].name, piece.start, piece.stop, piece.offset_bytes)
-        for piece in layout.chunks[part].pieces
-    )
+    return values_by_part(gradients, weights, Digest.from_json(document)).__getitem__
 
 
 class _Inline:

@@ -131,7 +131,7 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name="stepwell-runner", daemon=True)
         self._handles: set[SaveHandle] = set()
         self._steps: asyncio.Queue[StepJob | None]
-        self._bases: asyncio.Queue[BaseJob | None]
+        self._bases: asyncio.Queue[tuple[BaseJob, list[Tier]] | None]
         self._queues: dict[str, asyncio.Queue[_Encoded | None]]
 
     def start(self) -> None:
@@ -188,11 +188,18 @@ class Runner:
             lower_priority()
             for tier in self.tiers:
                 tier.store.fall_behind()
+        step = job.link.step
         if isinstance(job, BaseJob):
+            takers = []
             for tier in self.tiers:
-                tier.base_expected(job.link.step, alone=job.alone)
-            self._bases.put_nowait(job)
+                needed = job.alone or job.asked or tier.needs_base is not None
+                if tier.bases.takes(step, job.layout.size_bytes, needed=needed):
+                    tier.base_expected(step, alone=job.alone)
+                    takers.append(tier)
+            self._bases.put_nowait((job, takers))
         else:
+            for tier in self.tiers:
+                tier.bases.saved(step)
             self._steps.put_nowait(job)
 
     def _run(self) -> None:
@@ -220,8 +227,8 @@ class Runner:
             group.create_task(self._encode_all())
             for tier in self.tiers:
                 group.create_task(self._write_all(tier))
-            while (job := await self._bases.get()) is not None:
-                await bases.write(job)
+            while (taken := await self._bases.get()) is not None:
+                await bases.write(*taken)
                 self._settle()
 
     async def _encode_all(self) -> None:
@@ -285,6 +292,8 @@ class Runner:
             digest=digest,
             environment=job.environment,
         )
+        for tier in self.tiers:
+            tier.bases.encoded(job.link.step, packed.size_bytes)
         self._events.encoded(job.link, packed.size_bytes)
         return _Encoded(job, packed, manifest)
 

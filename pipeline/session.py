@@ -359,7 +359,7 @@ class Session:
         # Before the runner has it, so that what happens there comes after it here.
         self.ledger.saved(record, link, base_bytes)
         self._track(handle)
-        submission.submit(link, handle, captured, self._previous)
+        submission.submit(link, handle, captured, self._previous, base_asked=base or must)
         self._previous, self._last_step = link, step
         return handle
 

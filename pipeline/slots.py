@@ -138,13 +138,34 @@ class LayoutMemory:
                     self._copy_some(group, sources)
                     continue
                 values = cast("list[torch.Tensor]", [sources[index] for index in group])
-                if converted:
-                    values = [as_integers(value) for value in values]
-                if len(targets) == 1:
-                    targets[0].copy_(values[0])
-                else:
-                    torch._foreach_copy_(targets, values)
+                _copy_group(targets, values, converted)
         self._zero &= absent
+
+    def copy_from_now(
+        self, sources: Sequence[torch.Tensor], may_wait: Callable[[int], bool]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copy like `copy_from`, but leave out the tensors that `may_wait` names by their index.
+
+        Returns
+        -------
+        list of (Tensor, Tensor)
+            Targets and sources that are left to copy. A source goes on showing the memory it has now.
+        """
+        left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad():
+            for group, targets, converted in self._groups:
+                now: list[int] = []
+                for place, index in enumerate(group):
+                    if may_wait(index):
+                        source = sources[index]
+                        left.append((targets[place], as_integers(source) if converted else source.detach()))
+                    else:
+                        now.append(place)
+                if now:
+                    values = [sources[group[place]] for place in now]
+                    _copy_group([targets[place] for place in now], values, converted)
+        self._zero.clear()
+        return left
 
     def _copy_some(self, group: Sequence[int], sources: Sequence[torch.Tensor | None]) -> None:
         """Copy the tensors of a chunk that are there, and zero the others unless they are zero already."""
@@ -155,6 +176,16 @@ class LayoutMemory:
             elif index not in self._zero:
                 self._targets[index].zero_()
                 self._zero.add(index)
+
+
+def _copy_group(targets: list[torch.Tensor], values: list[torch.Tensor], converted: bool) -> None:
+    """Copy the tensors of one chunk, in one call."""
+    if converted:
+        values = [as_integers(value) for value in values]
+    if len(targets) == 1:
+        targets[0].copy_(values[0])
+    else:
+        torch._foreach_copy_(targets, values)
 
 
 class Slot:

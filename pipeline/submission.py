@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from stepwell.errors import IntegrityError
 from stepwell.pipeline.capture import Capture, CaptureStage
 from stepwell.pipeline.captured import BaseCopy, CapturedSave, SaveKind
 from stepwell.pipeline.digest import Digest, DigestWindow
 from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.jobs import BaseJob, StepJob
+from stepwell.pipeline.layout import Layout
+from stepwell.pipeline.overlap import check_weights
 from stepwell.pipeline.pack import PackKind
 from stepwell.pipeline.proving import Proving
 from stepwell.pipeline.records import Link
@@ -46,13 +49,23 @@ class Submission:
         self._environment: dict[str, object] = dict(environment_of("cpu"))
         self._after_base = True
 
-    def submit(self, link: Link, handle: SaveHandle, captured: CapturedSave, previous: Link | None) -> None:
+    def submit(
+        self,
+        link: Link,
+        handle: SaveHandle,
+        captured: CapturedSave,
+        previous: Link | None,
+        *,
+        base_asked: bool,
+    ) -> None:
         """Hand a save over; its slots and region are given back by the runner, whatever happens.
 
         Parameters
         ----------
         previous : Link or None
             The save a differential leads on from.
+        base_asked : bool
+            A base, if there is one, is more than due; see ``BaseJob.asked``.
         """
         digest = self._digest(captured)
         self._proving.follow(link, handle, captured, digest)
@@ -61,7 +74,7 @@ class Submission:
         if base is not None:
             # Before the differential, so that the tiers know what is coming when that arrives.
             release = captured.release if alone else _nothing
-            self._runner.submit(self._base_job(link, handle, base, digest, alone, release))
+            self._runner.submit(self._base_job(link, handle, base, digest, alone, base_asked, release))
         if not alone:
             self._runner.submit(self._step_job(link, handle, captured, previous, digest))
         self._after_base = base is not None
@@ -100,6 +113,7 @@ class Submission:
         base: BaseCopy,
         digest: Future[object],
         alone: bool,
+        asked: bool,
         release: Callable[[], None],
     ) -> BaseJob:
         region, size_bytes = base.region, base.region.size_bytes
@@ -117,6 +131,12 @@ class Submission:
                 self._bases.recycle(region)
             self._bases.done(size_bytes)
 
+        weights = self._digests.layout if base.overlapped else None
+
+        def check(document: object) -> None:
+            if weights is not None:
+                self._check(link.step, base, weights, document)
+
         return BaseJob(
             link=link,
             handle=handle,
@@ -129,7 +149,16 @@ class Submission:
             release=give_back,
             digest=digest if not alone else _done(None),
             environment=self._environment,
+            asked=asked,
+            check=check,
         )
+
+    def _check(self, step: int, base: BaseCopy, weights: Layout, document: object) -> None:
+        try:
+            check_weights(step, base.memory, weights, Digest.from_json(document))
+        except IntegrityError:
+            self._capture.stop_overlapping()
+            raise
 
     def _digest(self, captured: CapturedSave) -> Future[object]:
         """Return the future of the digest's JSON; captured states prove themselves by checksum."""

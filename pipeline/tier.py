@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stepwell.errors import NotCommittedError
+from stepwell.pipeline.base_share import BaseShare
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.manifest import Manifest
 from stepwell.stores.base import Failure, ObjectStore
@@ -36,6 +37,8 @@ class Tier:
     on_error : OnError
     retries : int
         Further tries of a transient fault, each after a doubled pause.
+    bases : BaseShare
+        Which bases are written here that are merely due.
     lost : str or None
         Why the tier is no longer written (policy ``degrade``).
     needs_base : int or None
@@ -55,6 +58,7 @@ class Tier:
     keep: int = 2
     on_error: OnError = OnError.RAISE
     retries: int = 5
+    bases: BaseShare = field(default_factory=BaseShare)
     lost: str | None = None
     needs_base: int | None = 0
     hole_from: int = 0
@@ -124,6 +128,7 @@ class Tier:
 
     def base_lost(self, step: int) -> None:
         """A base of `step` did not arrive; if saves waited for it, they wait in vain."""
+        self.bases.lost()
         if self.needs_base == step:
             self._open_hole(step)
 

@@ -16,6 +16,7 @@ from stepwell.config import Config, DirectoryTier, MemoryTier, PluginTier, load_
 from stepwell.config.lossy import Quantization, Sparsity, kinds_of_rule
 from stepwell.errors import ConfigError, FormatError, IntegrityError, MissingObjectError, UsageError
 from stepwell.pipeline.base import ChunkStage, Kind
+from stepwell.pipeline.base_share import BaseShare
 from stepwell.pipeline.choice import SMALL_ELEMENTS, Choices, Policy, Rule
 from stepwell.pipeline.delta import DifferenceStage, delta_stage
 from stepwell.pipeline.keys import INCARNATION_PREFIX, RUN_RECORD
@@ -82,7 +83,16 @@ def assemble(
             else:
                 built = _plugin_store(tier)
                 opened.callback(built.close)
-            tiers.append(Tier(tier.label, built, keep=tier.keep, on_error=OnError(config.error_policy(tier))))
+            tiers.append(
+                Tier(
+                    tier.label,
+                    built,
+                    keep=tier.keep,
+                    on_error=OnError(config.error_policy(tier)),
+                    # A lossy log does not lead to the bits of a base, so every tier has all of them.
+                    bases=BaseShare(tier.log_budget if tiers and choices is None else 0.0, config.base_every),
+                )
+            )
         session = Session(
             live,
             tiers,

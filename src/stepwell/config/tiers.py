@@ -34,11 +34,15 @@ class _Tier(Strict):
         How many of the newest committed chains (a base and its log) stay.
     on_error : "raise", "degrade", "retry" or None
         What a failure of this tier does; None takes the run's own `on_error`.
+    log_budget : float
+        A base that is merely due is left out here while the log is not this many times as large as the
+        base before it. The first tier takes every base, and so does any where saves are lossy.
     """
 
     name: str = Field(default="", pattern=rf"^$|{NAME_PATTERN}")
     keep: int = Field(default=2, ge=1)
     on_error: OnError | None = None
+    log_budget: float = Field(default=2.0, ge=0)
     kind: str
 
     @property
