@@ -84,7 +84,7 @@ def _matches(samples: _Values, factor: np.float32) -> float:
     """Return which part of the samples are bfloat16 values times `factor`, bit for bit."""
     quotients = samples / factor
     bits = (quotients.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
-    return float(np.mean(bits.view(np.float32) * factor == samples))
+    return int(np.count_nonzero(bits.view(np.float32) * factor == samples)) / samples.size
 
 
 def _search(samples: _Values) -> np.float32 | None:

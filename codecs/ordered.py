@@ -70,7 +70,7 @@ def swap_order(values: Signed, out: Signed) -> None:
     """
     bits = 8 * values.dtype.itemsize
     np.right_shift(values, bits - 1, out=out)
-    np.bitwise_and(out, np.iinfo(values.dtype).max, out=out)
+    np.bitwise_and(out, (1 << (bits - 1)) - 1, out=out)
     np.bitwise_xor(out, values, out=out)
 
 

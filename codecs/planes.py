@@ -2,20 +2,13 @@
 
 Works in cache-sized blocks with reused scratch and only with calls that release the GIL. Per run
 of four blocks a sample of every plane decides how the plane is stored, so noise is never fed to
-the compressor. Two settings of zstd compete for the rest:
-
-- *match*, level 1 as it is meant, for planes that repeat;
-- *entropy*, level 1 with the smallest hash table zstd allows and the longest minimal match, which
-  leaves little but Huffman coding. Exponent bytes of noisy floats hold only spurious matches of 4
-  to 6 bytes; looking for them costs most of the time and makes the result larger. On the high
-  plane of real gradients, measured: 0.364 of its size at 0.47 GB/s against 0.387 at 0.17 GB/s.
-
-Both write standard zstd frames.
+the compressor. Two coders (``stepwell.codecs.coders``) compete for the rest: *match* for planes that
+repeat, *entropy* for those that only lean to some values. Exponent bytes of noisy floats hold only
+spurious matches of 4 to 6 bytes; looking for them costs most of the time and gains little.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +17,7 @@ import numpy as np
 import zstandard
 
 from stepwell.codecs.buffers import Bytes, byte_view
+from stepwell.codecs.coders import CODERS
 from stepwell.codecs.frame import (
     BLOCK_LOG2,
     HEADER,
@@ -41,12 +35,15 @@ __all__ = ["BlockSource", "encode_planes", "encoded_bytes_max", "merge_block"]
 BlockSource = Callable[[int, int], Bytes]
 """``source(start, stop)`` gives the bytes of these elements; valid until the next call."""
 
-_PROBE_BLOCKS = 4  # one probe costs about 0.1 ms; over four blocks it vanishes
+_PROBE_BLOCKS = 4  # one probe costs about 60 us, four blocks of float32 gradients about 1 ms
 _SAMPLE_PIECES = 4
 _SAMPLE_ELEMENTS = 2048  # per piece: 8 KiB per plane, where a Huffman table weighs about 1 %
+_FEW_BYTES = 64  # a frame of zstd of one byte that repeats has 20
 # Of the sample's size. zstd itself stores a block raw that gains less than 1.6 %.
 _WORTHWHILE = 0.97
-_WINDOW_BYTES_MAX = 1 << 20  # our planes are one segment of at most 128 KiB
+# Of all bytes sampled. Looking for matches takes two to three times as long as Huffman coding: what it
+# saves must be worth that. (In whole blocks it saves 1 to 4 % more of a plane than in a sample.)
+_SLACK = 0.0015
 
 
 class _Choice(Enum):
@@ -54,40 +51,6 @@ class _Choice(Enum):
     CONSTANT = 1
     ENTROPY = 2
     MATCH = 3
-
-
-class _Contexts(threading.local):
-    """The zstd contexts of one thread: costly to make, and not to be shared."""
-
-    def __init__(self) -> None:
-        self.match: dict[int, zstandard.ZstdCompressor] = {}
-        self.entropy: zstandard.ZstdCompressor | None = None
-        self.decompressor: zstandard.ZstdDecompressor | None = None
-
-    def match_of(self, level: int) -> zstandard.ZstdCompressor:
-        if level not in self.match:
-            if level == 1:  # measured on planes: as small as stock level 1 and faster
-                parameters = zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=12)
-                self.match[level] = zstandard.ZstdCompressor(compression_params=parameters)
-            else:
-                self.match[level] = zstandard.ZstdCompressor(level=level)
-        return self.match[level]
-
-    def entropy_coder(self) -> zstandard.ZstdCompressor:
-        if self.entropy is None:
-            parameters = zstandard.ZstdCompressionParameters.from_level(
-                1, min_match=7, hash_log=6, chain_log=6
-            )
-            self.entropy = zstandard.ZstdCompressor(compression_params=parameters)
-        return self.entropy
-
-    def decoder(self) -> zstandard.ZstdDecompressor:
-        if self.decompressor is None:
-            self.decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
-        return self.decompressor
-
-
-_contexts = _Contexts()
 
 
 def encoded_bytes_max(length: int, itemsize: int) -> int:
@@ -141,6 +104,11 @@ def encode_planes(
     block_elements = 1 << BLOCK_LOG2
     for first in range(0, count, _PROBE_BLOCKS * block_elements):
         last = min(first + _PROBE_BLOCKS * block_elements, count)
+        if last - first <= block_elements:
+            block = source(first, last)
+            choices = _choose(_part_of(block, first, itemsize), first, last, itemsize, level)
+            entries.extend(writer.add(block, plane, choice) for plane, choice in enumerate(choices))
+            continue
         choices = _choose(source, first, last, itemsize, level)
         for start in range(first, last, block_elements):
             block = source(start, min(start + block_elements, last))
@@ -155,30 +123,39 @@ def encode_planes(
     return frame.copy() if out is None and 2 * end < bound else frame
 
 
+def _part_of(block: Bytes, first: int, itemsize: int) -> BlockSource:
+    """Give elements of the one block there is, so that a sample of them is not made a second time."""
+    return lambda start, stop: block[(start - first) * itemsize : (stop - first) * itemsize]
+
+
 def _choose(source: BlockSource, first: int, last: int, itemsize: int, level: int) -> list[_Choice]:
     """Decide from a sample of the elements from `first` to `last` how each plane is stored."""
     count = last - first
     if count <= _SAMPLE_PIECES * _SAMPLE_ELEMENTS:
         return [_Choice.MATCH] * itemsize  # as cheap as a sample; falls back to raw by itself
     size = _SAMPLE_ELEMENTS
-    sample = np.empty((itemsize, _SAMPLE_PIECES * size), np.uint8)
+    rows = np.empty((_SAMPLE_PIECES, size * itemsize), np.uint8)
     stride = (count - size) // (_SAMPLE_PIECES - 1)
     for piece in range(_SAMPLE_PIECES):
         start = first + piece * stride
-        rows = source(start, start + size).reshape(-1, itemsize)
-        np.copyto(sample[:, piece * size : (piece + 1) * size], rows.T)
-    return [_choose_plane(plane, level) for plane in sample]
+        rows[piece] = source(start, start + size)
+    plane, scratch = np.empty(rows.size // itemsize, np.uint8), np.empty(rows.size // itemsize, np.uint8)
+    choices = []
+    for index in range(itemsize):
+        split_plane(rows.reshape(-1), itemsize, index, plane)
+        choices.append(_choose_plane(plane, level, _SLACK * rows.size, scratch))
+    return choices
 
 
-def _choose_plane(sample: Bytes, level: int) -> _Choice:
-    if sample.min() == sample.max():
-        return _Choice.CONSTANT
-    match_bytes = len(_contexts.match_of(level).compress(sample.data))
-    entropy_bytes = len(_contexts.entropy_coder().compress(sample.data))
-    if min(match_bytes, entropy_bytes) > _WORTHWHILE * sample.size:
+def _choose_plane(sample: Bytes, level: int, slack_bytes: float, scratch: Bytes) -> _Choice:
+    # What the search for matches finds incompressible, Huffman coding finds so too: noise costs one trial.
+    match_bytes = CODERS.match_of(level).encode_into(sample, scratch)
+    if not 0 < match_bytes <= _WORTHWHILE * sample.size:
         return _Choice.RAW
-    # The entropy coder is about twice as fast, so it wins near-ties.
-    return _Choice.ENTROPY if entropy_bytes <= 1.02 * match_bytes else _Choice.MATCH
+    if match_bytes <= _FEW_BYTES and sample.min() == sample.max():
+        return _Choice.CONSTANT
+    entropy_bytes = CODERS.entropy().encode_into(sample, scratch) or sample.size
+    return _Choice.ENTROPY if entropy_bytes <= match_bytes + slack_bytes else _Choice.MATCH
 
 
 @dataclass(slots=True)
@@ -201,37 +178,43 @@ class _PlaneWriter:
         size = block.size // self.itemsize
         raw = self.target[self.position : self.position + size]
         if choice is _Choice.RAW:
-            self._split(block, plane, raw)
+            split_plane(block, self.itemsize, plane, raw)
             return self._entry(Mode.RAW, size)
         data = self.plane[:size]
-        self._split(block, plane, data)
+        split_plane(block, self.itemsize, plane, data)
         if choice is _Choice.CONSTANT and data.min() == data.max():
             self.target[self.position] = data[0]
             return self._entry(Mode.CONSTANT, 1)
-        entropy = choice is _Choice.ENTROPY
-        compressor = _contexts.entropy_coder() if entropy else _contexts.match_of(self.level)
-        packed = compressor.compress(data.data)
-        if len(packed) >= size - (size >> 7):  # less than a percent is not worth decoding
+        coder = CODERS.entropy() if choice is _Choice.ENTROPY else CODERS.match_of(self.level)
+        packed = coder.encode_into(data, raw[: size - (size >> 7) - 1])  # a percent is worth decoding
+        if not packed:
             np.copyto(raw, data)
             return self._entry(Mode.RAW, size)
-        np.copyto(raw[: len(packed)], np.frombuffer(packed, np.uint8))
-        return self._entry(Mode.ZSTD, len(packed))
+        return self._entry(Mode.ZSTD, packed)
 
     def _entry(self, mode: Mode, length: int) -> int:
         self.position += length
         return mode << LENGTH_BITS | length
 
-    def _split(self, block: Bytes, plane: int, destination: Bytes) -> None:
-        if self.itemsize not in (2, 4, 8):
-            np.copyto(destination, block[plane :: self.itemsize])
-            return
-        # Shifting and narrowing whole words is vectorised, a strided copy of bytes is not; numpy
-        # does both in one pass, through a buffer that stays in the first-level cache.
-        words = block.view(f"<u{self.itemsize}")
-        if plane:
-            np.right_shift(words, 8 * plane, out=destination, casting="unsafe")
-        else:
-            np.copyto(destination, words, casting="unsafe")
+
+def split_plane(block: Bytes, itemsize: int, plane: int, destination: Bytes) -> None:
+    """Copy byte `plane` of each element of a block.
+
+    Parameters
+    ----------
+    block : ndarray, (count * itemsize,), uint8
+        One element or more.
+    itemsize, plane : int
+    destination : ndarray, (count,), uint8
+    """
+    if itemsize not in (2, 4, 8):
+        np.copyto(destination, block[plane::itemsize])
+        return
+    # Narrowing whole words is vectorised, a strided copy of bytes is not. A word that is read from
+    # byte `plane` of an element on has that byte lowest. The last one would end after the block.
+    inner = (destination.size - 1) * itemsize
+    np.copyto(destination[:-1], block[plane : plane + inner].view(f"<u{itemsize}"), casting="unsafe")
+    destination[-1] = block[inner + plane]
 
 
 def merge_block(frame: Frame, index: int, destination: Bytes) -> None:
@@ -265,7 +248,7 @@ def _decompress(stored: Bytes, size: int, index: int, plane: int) -> Bytes:
         declared = zstandard.get_frame_parameters(stored.data).content_size
         if declared != size:
             raise IntegrityError(f"{where} is damaged: it declares {declared} bytes instead of {size}")
-        packed = _contexts.decoder().decompress(stored.data, max_output_size=size, allow_extra_data=False)
+        packed = CODERS.decompressor().decompress(stored.data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise IntegrityError(f"{where} is damaged: {error}") from error
     if len(packed) != size:
