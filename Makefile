@@ -44,6 +44,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bounded
 	$(BIN)/python -m benchmarks.kill
 	$(BIN)/python -m benchmarks.codecs
+	$(BIN)/python -m benchmarks.derived
 	$(BIN)/python -m benchmarks.quality
 
 clean:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from stepwell.pipeline.cast_pairs import CapturedRun
     from stepwell.pipeline.predictive import UpdateHint
 
 __all__ = [
@@ -63,12 +64,13 @@ class Chunk:
     raw_bytes : int
         Length before any encoding.
     buffer : ndarray, (n,), uint8, C-contiguous
-        The bytes as they are now. Owned by whoever made the chunk until the stage returns; a
-        stage never writes into it.
+        The bytes as they are now, owned by who made the chunk until the stage returns; none writes into it.
     encodings : tuple of Encoding
         Innermost first. Saving pushes, recovering pops.
     hint : UpdateHint, optional
         What update led to it, for the stages of a save; never stored.
+    state : CapturedRun, optional
+        The state it was captured with, likewise, where it may be a cast of another chunk in it.
     """
 
     step: int
@@ -82,6 +84,7 @@ class Chunk:
     buffer: Bytes = field(repr=False)
     encodings: tuple[Encoding, ...] = ()
     hint: UpdateHint | None = field(default=None, repr=False, compare=False)
+    state: CapturedRun | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from dataclasses import replace
 
 from stepwell.errors import DeadlineError, IntegrityError, UsageError
 from stepwell.pipeline.base import Chunk
 from stepwell.pipeline.captured import CapturedSave
+from stepwell.pipeline.cast_pairs import CapturedRun
+from stepwell.pipeline.casts import CAST_DTYPES
 from stepwell.pipeline.predictive import UpdateHint
 from stepwell.pipeline.slots import LayoutMemory
 from stepwell.pipeline.state_ranges import hints_of, state_order
@@ -34,7 +37,8 @@ class CaptureStage:
         """Yield raw chunks over slot memory: ``update/<u>/<part>``, then ``aux/<part>``; or ``state/<part>``.
 
         Chunks all of whose gradients are None are left out; the record of the update says so. Those of a
-        state come range by range (``state_ranges.state_order``), with a hint where an update is known.
+        state come range by range (``state_ranges.state_order``), with a hint where an update is known and
+        with the state itself where they may be casts of other chunks of it.
 
         Raises
         ------
@@ -57,8 +61,10 @@ class CaptureStage:
         if captured.state is not None:
             layout, memory = captured.state.layout, captured.state.memory
             hints = hints_of(layout, memory.run, captured.state.tree)
+            whole = CapturedRun(layout, memory.run)
             for part in state_order(layout):
-                yield _chunk(captured.step, f"state/{part}", memory, part, -1, hints.get(part))
+                chunk = _chunk(captured.step, f"state/{part}", memory, part, -1, hints.get(part))
+                yield replace(chunk, state=whole) if chunk.dtype in CAST_DTYPES else chunk
 
     async def _ready(self, ready: Future[None], step: int) -> None:
         if ready.done():

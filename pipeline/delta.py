@@ -19,6 +19,7 @@ import xxhash
 from stepwell.codecs.ordered_delta import decode_difference, encode_difference
 from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, Encoding, Kind, StageContext
+from stepwell.pipeline.casts import is_derived
 from stepwell.pipeline.layout import ITEM_BYTES
 from stepwell.pipeline.loop import Loop
 from stepwell.pipeline.pack import base_chunk_key
@@ -71,6 +72,8 @@ class OrderedDeltaStage:
 
     async def save(self, chunk: Chunk, context: StageContext) -> Chunk:
         """Push the difference; remember the chunk as the next reference."""
+        if is_derived(chunk.encodings):
+            return self._passed_by(chunk)
         reference = self._reference.get(chunk.key)
 
         def encode() -> Bytes | None:
@@ -96,6 +99,8 @@ class OrderedDeltaStage:
         IntegrityError
             A difference whose reference is not there or is of another length.
         """
+        if is_derived(chunk.encodings):
+            return self._passed_by(chunk)
         if chunk.encodings and chunk.encodings[-1].get("reference") == "previous":
             reference = self._reference.get(chunk.key)
             if reference is None or reference[1] != chunk.raw_bytes:
@@ -113,6 +118,11 @@ class OrderedDeltaStage:
         if chunk.kind is not Kind.GRADIENT:
             # Gradients have no predecessor; remembering them would only cost.
             await context.run(lambda: self._remember(chunk))
+        return chunk
+
+    def _passed_by(self, chunk: Chunk) -> Chunk:
+        """Let a cast of other chunks pass: nothing is told against it, so it need not be kept."""
+        self._reference.pop(chunk.key, None)
         return chunk
 
     def _remember(self, chunk: Chunk) -> None:
@@ -211,7 +221,7 @@ class PredictiveStage(OrderedDeltaStage):
     def _from_prediction(self, chunk: Chunk) -> Chunk:
         about, encoding = f"step {chunk.step}, chunk {chunk.key}", chunk.encodings[-1]
         rule, runs, before = rule_from(encoding), runs_from(encoding), self._reference.get(chunk.key)
-        if rule is None or runs is None or chunk.dtype != "float32":
+        if rule is None or runs is None or chunk.dtype != "float32" or chunk.raw_bytes % 4:
             raise IntegrityError(f"{about}: an encoding that cannot be read: {dict(encoding)!r}")
         inputs = self._inputs(chunk, type(rule), runs)
         if before is None or before[1] != chunk.raw_bytes or inputs is None:
@@ -230,14 +240,14 @@ class PredictiveStage(OrderedDeltaStage):
         """Return what a prediction is made of: momentum before and after, or momentum and variance after."""
         whole = MomentRun(runs[0].momentum, runs[0].variance, 0, 0, chunk.raw_bytes)
         if kind is VarianceRule:
-            held, now = self._held, self._fresh(chunk, whole.momentum)
+            held, now = self._held, self.fresh(chunk, whole.momentum)
             if runs[0] != whole or held is None or now is None or held.buffer.nbytes != now.nbytes:
                 return None
             place = (base_chunk_key(whole.momentum), chunk.step, chunk.layout)
             return (held.buffer, now) if (held.key, held.step, held.layout) == place else None
         found: list[tuple[MomentRun, Bytes, Bytes]] = []
         for run in runs:
-            momentum, variance = self._fresh(chunk, run.momentum), self._fresh(chunk, run.variance)
+            momentum, variance = self.fresh(chunk, run.momentum), self.fresh(chunk, run.variance)
             if momentum is None or variance is None or run.here + run.size_bytes > chunk.raw_bytes:
                 return None
             if run.there + run.size_bytes > min(momentum.nbytes, variance.nbytes):
@@ -252,8 +262,8 @@ class PredictiveStage(OrderedDeltaStage):
                 target[run.here : run.here + run.size_bytes] = moment[run.there : run.there + run.size_bytes]
         return both[0], both[1]
 
-    def _fresh(self, chunk: Chunk, part: int) -> Bytes | None:
-        """Return another chunk of the same save and layout, None if it did not pass yet."""
+    def fresh(self, chunk: Chunk, part: int) -> Bytes | None:
+        """Return another chunk of the same save and layout, raw; None if it did not pass yet."""
         key = base_chunk_key(part)
         kept = self._reference.get(key)
         current = kept is not None and kept[0] == chunk.layout and self._steps.get(key) == chunk.step

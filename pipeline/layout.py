@@ -16,6 +16,7 @@ import xxhash
 
 from stepwell.errors import FormatError
 from stepwell.pipeline.base import Kind
+from stepwell.pipeline.sealed import count, parse_json, reading, typed
 
 __all__ = ["ITEM_BYTES", "Layout", "LayoutChunk", "Piece", "TensorSpec"]
 
@@ -163,29 +164,21 @@ class Layout:
         FormatError
             The bytes do not have the hash that names them, or are not a layout.
         """
+        what = f"layout {expected_hash}"
         if xxhash.xxh3_128_hexdigest(data) != expected_hash:
-            raise FormatError(f"layout {expected_hash}: the stored bytes have another checksum")
-        try:
-            document = json.loads(data)
-            if document["format"] != 1:
-                raise FormatError(
-                    f"layout {expected_hash}: format {document['format']} is newer than 1", newer=True
-                )
+            raise FormatError(f"{what}: the stored bytes have another checksum")
+        document = parse_json(data, what)
+        with reading(what):
+            version = count(document["format"])
+            if version != 1:
+                raise FormatError(f"{what}: format {version}, this code reads 1", newer=version > 1)
             layout = cls(
-                tensors=tuple(
-                    TensorSpec(name, tuple(shape), dtype, Kind(kind), group)
-                    for name, shape, dtype, kind, group in document["tensors"]
-                ),
-                chunks=tuple(
-                    LayoutChunk(Kind(kind), dtype, offset, size, tuple(Piece(*piece) for piece in pieces))
-                    for kind, dtype, offset, size, pieces in document["chunks"]
-                ),
-                size_bytes=document["size_bytes"],
+                tensors=tuple(_tensor(*typed(row, list)) for row in typed(document["tensors"], list)),
+                chunks=tuple(_chunk(*typed(row, list)) for row in typed(document["chunks"], list)),
+                size_bytes=count(document["size_bytes"]),
             )
             layout._check()
-            return layout
-        except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"layout {expected_hash}: not a layout ({error})") from error
+        return layout
 
     def _check(self) -> None:
         """Believe nothing a stored layout says about places: every piece lies in its tensor and chunk.
@@ -196,6 +189,7 @@ class Layout:
             Something lies outside, or tensors are not covered exactly once and in order.
         """
         covered = [0] * len(self.tensors)
+        begins = [0] * len(self.tensors)
         end = 0
         for chunk in self.chunks:
             if chunk.offset_bytes < end or chunk.size_bytes < 0:
@@ -207,9 +201,31 @@ class Layout:
                     raise ValueError(f"a piece of tensor {piece.tensor} is out of order")
                 if piece.stop < piece.start or piece.offset_bytes < place:
                     raise ValueError(f"a piece of tensor {piece.tensor} overlaps the one before")
+                begin = chunk.offset_bytes + piece.offset_bytes - piece.start * item_bytes
+                if piece.start == 0:
+                    begins[piece.tensor] = begin
+                if begin != begins[piece.tensor] or self.tensors[piece.tensor].dtype != chunk.dtype:
+                    raise ValueError(f"a piece of tensor {piece.tensor} lies apart or has another dtype")
                 place = piece.offset_bytes + (piece.stop - piece.start) * item_bytes
                 covered[piece.tensor] = piece.stop
-            if place > chunk.size_bytes:
-                raise ValueError("a piece reaches beyond its chunk")
+            if place > chunk.size_bytes or chunk.size_bytes % item_bytes:
+                raise ValueError("a piece reaches beyond its chunk, or the chunk ends within an element")
         if end > self.size_bytes or covered != [spec.element_count for spec in self.tensors]:
             raise ValueError("the chunks do not cover the tensors")
+
+
+def _tensor(name: object, shape: object, dtype: object, kind: object, group: object) -> TensorSpec:
+    lengths = tuple(count(length) for length in typed(shape, list))
+    return TensorSpec(typed(name, str), lengths, _dtype(dtype), Kind(typed(kind, str)), typed(group, str))
+
+
+def _chunk(kind: object, dtype: object, offset: object, size: object, pieces: object) -> LayoutChunk:
+    found = (Piece(*(count(number) for number in typed(piece, list))) for piece in typed(pieces, list))
+    return LayoutChunk(Kind(typed(kind, str)), _dtype(dtype), count(offset), count(size), tuple(found))
+
+
+def _dtype(value: object) -> str:
+    dtype = typed(value, str)
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"the unknown dtype {dtype!r}")
+    return dtype

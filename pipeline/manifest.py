@@ -193,8 +193,8 @@ class Manifest:
                 assert place is not None
                 if not entry.key.startswith(prefix) or place.area not in (Area.PACK, Area.STATE):
                     raise ValueError(f"object {entry.key!r} is none of this save")
-        if manifest.key != key:
-            raise IntegrityError(f"{key}: holds the manifest that belongs under {manifest.key}")
+            if manifest.key != key:
+                raise IntegrityError(f"{key}: holds the manifest that belongs under {manifest.key}")
         return manifest
 
 
@@ -263,8 +263,8 @@ class CommitRecord:
             ]
             if record.world != len(expected) or [entry.key for entry in record.manifests] != expected:
                 raise ValueError(f"does not name the manifests of {record.world} ranks")
-        if record.key != key:
-            raise IntegrityError(f"{key}: holds the commit record that belongs under {record.key}")
+            if record.key != key:
+                raise IntegrityError(f"{key}: holds the commit record that belongs under {record.key}")
         return record
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar, cast
 
 import numpy as np
 
 from stepwell.errors import FormatError, IntegrityError
-from stepwell.pipeline.base import Bytes, Chunk
+from stepwell.pipeline.base import Bytes, Chunk, Encoding
+from stepwell.pipeline.casts import cast_sources
 from stepwell.pipeline.chain import Chain
 from stepwell.pipeline.flow import recover_chunk
 from stepwell.pipeline.layout import ITEM_BYTES, Layout
@@ -18,7 +19,7 @@ from stepwell.pipeline.plan import pieces_by_tensor
 from stepwell.pipeline.predictive import PREDICTIVE
 from stepwell.pipeline.reading import reading_stages
 from stepwell.pipeline.source import BaseSource, SaveSource, StepSource
-from stepwell.pipeline.state_ranges import ranges_of
+from stepwell.pipeline.state_ranges import ranges_of, state_order
 from stepwell.pipeline.tree import JsonValue
 
 __all__ = ["Entry", "Here", "Recent", "Tally", "tree_of"]
@@ -185,14 +186,24 @@ class Entry:
         return found[part].buffer
 
     def _told_with(self, part: int) -> tuple[int, ...]:
-        """Return the parts that are needed to tell this one, in the order of reading; it is the last."""
-        one = ranges_of(self.layout).get(part)
-        if one is None:
-            return (part,)
-        needed = tuple(dict.fromkeys([*one.moments, part]))
-        rows = (step.rows.get(base_chunk_key(each)) for step in self._states for each in needed)
-        predicted = any(row is not None and _is_predicted(row.encodings) for row in rows)
-        return needed if predicted else (part,)
+        """Return the parts that are needed to tell this one, in the order of reading; it is the last.
+
+        A cast needs its sources, and they what they are predicted from; that is as far as it goes.
+        """
+        needed = {part}
+        for encodings in self._encodings([part]):
+            needed |= cast_sources(encodings)
+        for one in (ranges_of(self.layout).get(each) for each in tuple(needed)):
+            if one is not None and any(map(_is_predicted, self._encodings([*one.moments, one.part]))):
+                needed |= {*one.moments}
+        return tuple(each for each in state_order(self.layout) if each in needed)
+
+    def _encodings(self, parts: Sequence[int]) -> Iterator[tuple[Encoding, ...]]:
+        """Encodings of some parts in all states of the entry."""
+        for step in self._states:
+            for row in (step.rows.get(base_chunk_key(part)) for part in parts):
+                if row is not None:
+                    yield row.encodings
 
     async def _reference(self, part: int) -> Chunk:
         """Return the base's chunk that the first difference is told against."""

@@ -29,6 +29,7 @@ import xxhash
 
 from stepwell.errors import FormatError, IntegrityError
 from stepwell.pipeline.base import Encoding, Kind
+from stepwell.pipeline.casts import check_casts
 from stepwell.pipeline.keys import incarnation_counter
 from stepwell.pipeline.layout import ITEM_BYTES
 from stepwell.pipeline.sealed import FORMAT, canonical_json, count, typed
@@ -62,6 +63,8 @@ _CHECKSUM = struct.Struct("<Q")
 INDEX_BYTES_MAX = 256 << 20
 # A tensor that cannot be cut is one chunk; no accelerator holds a larger one.
 RAW_BYTES_MAX = 1 << 38
+# Of lists and objects within an encoding. Ours go 2 deep; messages show them, and any depth has its stack.
+ENCODING_DEPTH_MAX = 16
 
 
 class PackKind(StrEnum):
@@ -227,7 +230,8 @@ def parse_index(
         )
         header: dict[str, object] = typed(index["header"], dict)
         rows = [_row(fields) for fields in typed(index["chunks"], list)]
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        # RecursionError: a value nested about as deep as json goes, when a message shows it.
         raise FormatError(f"{what}: the index is not one of ours ({error!r})") from error
     position = HEADER_BYTES
     places: set[tuple[int, int, str]] = set()
@@ -244,6 +248,7 @@ def parse_index(
     by_key = {row.key: row for row in rows}
     if len(by_key) != len(rows):
         raise FormatError(f"{what}: two chunks have one key")
+    check_casts(rows, what)
     return identity, header, by_key
 
 
@@ -262,10 +267,27 @@ def _row(fields: object) -> PackRow:
         count(offset),
         count(size),
         typed(digest, str),
-        tuple(typed(encoding, dict) for encoding in typed(encodings, list)),
+        tuple(_encoding(encoding) for encoding in typed(encodings, list)),
     )
     if row.raw_bytes > RAW_BYTES_MAX:
         raise ValueError(f"row {key!r} claims {row.raw_bytes} raw bytes, more than {RAW_BYTES_MAX}")
+    if row.raw_bytes % ITEM_BYTES[row.dtype]:
+        raise ValueError(f"row {key!r} claims {row.raw_bytes} raw bytes, no whole elements of {row.dtype}")
     if not row.encodings and row.raw_bytes != row.size_bytes:
         raise ValueError(f"row {key!r} holds {row.size_bytes} of {row.raw_bytes} raw bytes")
     return row
+
+
+def _encoding(value: object) -> Encoding:
+    encoding: dict[str, object] = typed(value, dict)
+    typed(encoding["id"], str)
+    _check_depth(encoding, 0)
+    return encoding
+
+
+def _check_depth(value: dict[str, object] | list[object], depth: int) -> None:
+    if depth > ENCODING_DEPTH_MAX:
+        raise ValueError(f"an encoding nested more than {ENCODING_DEPTH_MAX} deep")
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            _check_depth(item, depth + 1)

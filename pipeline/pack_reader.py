@@ -12,6 +12,7 @@ import xxhash
 
 from stepwell.errors import IntegrityError
 from stepwell.pipeline.base import Chunk
+from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.pack_format import (
     HEADER_BYTES,
     PackIdentity,
@@ -98,17 +99,31 @@ class PackReader:
         self.xxh3 = await off_loop(length, partial(tail_hash, index, trailer))
         return self
 
-    async def chunk(self, key: str) -> Chunk:
+    async def chunk(self, key: str, layout: Layout | None = None) -> Chunk:
         """Fetch one chunk; its checksum is verified before it is returned.
+
+        Parameters
+        ----------
+        key : str
+        layout : Layout, optional
+            The one its row names. With it the length that the row claims for the decoded chunk is the
+            layout's; without it that length is only below a limit, and nothing to allocate by.
 
         Raises
         ------
         IntegrityError
-            The chunk is not in this pack, or damaged.
+            The chunk is not in this pack, damaged, or not what the layout has in its place.
         """
         row = self.rows.get(key)
         if row is None:
             raise IntegrityError(f"{self.what}: has no chunk {key!r}")
+        if layout is not None:
+            place = layout.chunks[row.part] if row.part < len(layout.chunks) else None
+            claimed = (row.layout, row.dtype, row.raw_bytes)
+            if place is None or claimed != (layout.hash, place.dtype, place.size_bytes):
+                raise IntegrityError(
+                    f"{self.what}: chunk {key!r}, {row.raw_bytes} bytes, is not part {row.part} of its layout"
+                )
         view = await self._range(row.offset, row.size_bytes)
         if await off_loop(row.size_bytes, partial(xxhash.xxh3_64_hexdigest, view)) != row.xxh3:
             raise IntegrityError(f"{self.what}: chunk {key!r} is damaged (its checksum does not match)")

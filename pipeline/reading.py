@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from stepwell.pipeline.base import ChunkStage
 from stepwell.pipeline.delta import DifferenceStage, NoDelta, OrderedDeltaStage, PredictiveStage
+from stepwell.pipeline.derive import Derive
 from stepwell.pipeline.quantize import Quantize
 from stepwell.pipeline.shard import Shard
 from stepwell.pipeline.sparsify import Sparsify
@@ -19,7 +20,7 @@ class DeltaReader(DifferenceStage, PredictiveStage):
     name = "delta"
 
 
-_ORDER = ((NoDelta, OrderedDeltaStage, DifferenceStage), (Quantize,), (Sparsify,))
+_ORDER = ((Derive,), (NoDelta, OrderedDeltaStage, DifferenceStage), (Quantize,), (Sparsify,))
 
 
 def reading_stages(configured: Sequence[ChunkStage] = ()) -> list[ChunkStage]:
@@ -30,7 +31,8 @@ def reading_stages(configured: Sequence[ChunkStage] = ()) -> list[ChunkStage]:
     configured : sequence of ChunkStage
         Fresh stages of today's pipeline, in saving order; ours among them only give places.
     """
-    readers: list[ChunkStage] = [DeltaReader(), Quantize(), Sparsify()]
+    delta = DeltaReader()
+    readers: list[ChunkStage] = [Derive(delta.fresh), delta, Quantize(), Sparsify()]
     stages: list[ChunkStage] = []
     placed = 0
     for stage in configured:

@@ -12,6 +12,8 @@ never changes between versions; the version of what is inside is the document's 
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -56,10 +58,12 @@ def parse_json(data: BytesLike, what: str) -> dict[str, object]:
     Raises
     ------
     FormatError
-        Not JSON, not an object, a repeated key, NaN or infinity, or nested beyond reason.
+        Not JSON, not an object, a repeated key, NaN, infinity or beyond a double, or nested beyond reason.
     """
     try:
-        value = json.loads(bytes(data), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(
+            bytes(data), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+        )
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: not a JSON document ({error})") from error
     if not isinstance(value, dict):
@@ -125,7 +129,8 @@ def reading(what: str) -> Iterator[None]:
     """Turn what a wrong document does to its reader into one ``FormatError`` that names `what`."""
     try:
         yield
-    except (KeyError, ValueError, TypeError, UsageError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError, UsageError) as error:
+        # RecursionError: a value nested about as deep as json goes, when a message shows it.
         raise FormatError(f"{what}: not a document of ours ({error!r})") from error
 
 
@@ -144,8 +149,9 @@ def count(value: object, bits: int = 63) -> int:
 
 
 def number(value: object) -> float:
-    """Return a number as a float, else raise TypeError."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Return a number as a float, else raise TypeError; none that is not finite, or no double, is one."""
+    largest = sys.float_info.max
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -largest <= value <= largest:
         raise TypeError(f"{value!r:.200} is not a number")
     return float(value)
 
@@ -159,3 +165,10 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text:.50} is no double")
+    return value

@@ -61,7 +61,7 @@ class Shard:
 
     async def save(self, chunk: Chunk, context: StageContext) -> Chunk:
         """Push the codec that serves, unless it would not make the chunk smaller."""
-        if self.codec == "none" or not chunk.raw_bytes:
+        if self.codec == "none" or not chunk.buffer.nbytes:
             return chunk
         if chunk.encodings and chunk.encodings[-1]["id"] in ENCODED_ALREADY:
             return chunk

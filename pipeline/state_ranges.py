@@ -17,6 +17,7 @@ import torch
 
 from stepwell.errors import FormatError
 from stepwell.pipeline.base import Bytes, Kind
+from stepwell.pipeline.casts import CAST_DTYPES
 from stepwell.pipeline.collected import section, state_prefix
 from stepwell.pipeline.layout import ITEM_BYTES, Layout, LayoutChunk, Piece, TensorSpec
 from stepwell.pipeline.predictive import AdamUpdate, MomentRun, UpdateHint
@@ -70,7 +71,10 @@ def ranges_of(layout: Layout) -> Mapping[int, StateRange]:
 
 
 def state_order(layout: Layout) -> list[int]:
-    """Return every part of the layout of a state once, in the order in which a state is written and read."""
+    """Return every part of the layout of a state once, in the order in which a state is written and read.
+
+    Chunks that may be casts of others (``stepwell.pipeline.casts``) come after all that they may be casts of.
+    """
     ranges = ranges_of(layout)
     variance_of = {run.momentum: run.variance for one in ranges.values() for run in one.runs}
     order: dict[int, None] = {}
@@ -80,7 +84,7 @@ def state_order(layout: Layout) -> list[int]:
         order.setdefault(part)
         if part in variance_of:
             order.setdefault(variance_of[part])
-    return list(order)
+    return sorted(order, key=lambda part: layout.chunks[part].dtype in CAST_DTYPES)
 
 
 def hints_of(layout: Layout, run: Bytes, tree: Mapping[str, JsonValue]) -> dict[int, UpdateHint]:

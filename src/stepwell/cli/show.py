@@ -13,6 +13,7 @@ from stepwell.cli.output import JsonOption, bytes_text, print_json, table
 from stepwell.cli.reading import MemoryOption, OpenRun, SourceArgument, open_run
 from stepwell.config import load_config, show_config
 from stepwell.errors import NotCommittedError
+from stepwell.pipeline.casts import DERIVED, cast_names
 from stepwell.pipeline.commit import Commit
 from stepwell.pipeline.inventory import Inventory
 from stepwell.pipeline.keys import Area, Series, parse_key
@@ -41,6 +42,8 @@ class TensorRow:
         is divided among them by their raw bytes.
     count : int
         How many updates hold it.
+    derived_from : set of str
+        The tensors that it is stored as a cast of, in at least one chunk.
     choices : set of str
         What a lossy pipeline keeps it as, and why; empty where there is no such pipeline.
     """
@@ -53,7 +56,15 @@ class TensorRow:
     stored_bytes: float = 0
     count: int = 0
     encodings: set[str] = field(default_factory=set)
+    derived_from: set[str] = field(default_factory=set)
     choices: set[str] = field(default_factory=set)
+
+    @property
+    def encodings_text(self) -> str:
+        """The encodings for people, with what it is derived from."""
+        names = sorted(self.encodings - {DERIVED} if self.derived_from else self.encodings)
+        names += [f"{DERIVED} from {name}" for name in sorted(self.derived_from)]
+        return ", ".join(names) or "none"
 
     def as_json(self) -> dict[str, object]:
         """Return the fields by name, bytes as whole numbers."""
@@ -66,6 +77,7 @@ class TensorRow:
             "stored_bytes": round(self.stored_bytes),
             "count": self.count,
             "encodings": sorted(self.encodings),
+            "derived_from": sorted(self.derived_from),
             "choices": sorted(self.choices),
         }
 
@@ -173,6 +185,7 @@ async def _read_pack(
         if layout is None:
             continue  # small values travel without a layout of their own
         ratio = chunk.size_bytes / chunk.raw_bytes if chunk.raw_bytes else 0.0
+        sources = cast_names(layout, chunk.part, chunk.encodings)
         for piece in layout.chunks[chunk.part].pieces:
             row = _row(rows, layout, piece.tensor)
             size_bytes = (piece.stop - piece.start) * ITEM_BYTES[row.dtype]
@@ -181,6 +194,7 @@ async def _read_pack(
             row.stored_bytes += size_bytes * ratio
             row.count += piece.start == 0
             row.encodings |= {str(encoding["id"]) for encoding in chunk.encodings}
+            row.derived_from |= {sources[piece.tensor]} if piece.tensor in sources else set()
             row.choices |= chosen.get(chunk.key, set())
     return pack.header
 
@@ -261,7 +275,7 @@ def _print(shown: Shown, tree: bool) -> None:
                 "x".join(map(str, row.shape)) or "scalar",
                 bytes_text(row.size_bytes),
                 bytes_text(row.stored_bytes),
-                ", ".join(sorted(row.encodings)) or "none",
+                row.encodings_text,
                 *(["; ".join(sorted(row.choices))] if lossy else []),
             )
             for row in shown.tensors
