@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepwell.errors import FormatError, IntegrityError, MissingObjectError
+from stepwell.errors import FormatError, IntegrityError, MissingObjectError, TransientStoreError
 from stepwell.pipeline.keys import (
     INCARNATION_PREFIX,
     Area,
@@ -20,6 +21,8 @@ from stepwell.pipeline.tier import Tier
 from stepwell.stores.base import ObjectStore
 
 __all__ = ["Inventory", "Lineage", "committed_in", "evidence_key"]
+
+ASKED_AT_ONCE = 16  # questions to one store on their way at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +63,43 @@ class Inventory:
     damaged: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    async def read(cls, tiers: Sequence[Tier]) -> Inventory:
-        """List every tier; names only, no payload is read."""
+    async def read(
+        cls,
+        tiers: Sequence[Tier],
+        give_up: Callable[[Tier, TransientStoreError], bool] = lambda tier, error: False,
+    ) -> Inventory:
+        """List every tier; names only, no payload is read.
+
+        Parameters
+        ----------
+        tiers : sequence of Tier
+        give_up : callable
+            Whether the run goes on without a tier that does not answer.
+        """
         inventory = cls()
         for tier in tiers:
-            await inventory._read_incarnations(tier)
-            for series, found in ((Series.STEP, inventory.steps), (Series.BASE, inventory.bases)):
-                for incarnation in await _incarnations_in(tier.store):
-                    for link in await committed_in(tier, incarnation, series):
-                        found.setdefault(link, set()).add(tier.name)
+            try:
+                await inventory.read_again(tier)
+            except TransientStoreError as error:
+                if not give_up(tier, error):
+                    raise
         return inventory
+
+    async def read_again(self, tier: Tier) -> bool:
+        """List one tier, and forget what it was thought to hold; whether all of that is still there."""
+        await self._read_incarnations(tier)
+        held: dict[Series, set[Link]] = {series: set() for series in Series}
+        for incarnation in await _incarnations_in(tier.store):
+            for series, links in held.items():
+                links.update(await committed_in(tier, incarnation, series))
+        before = self.held_by(tier.name)
+        gone = {(series, link) for series in Series for link in set(before[series]) - held[series]}
+        for series, link in gone:
+            self.forget(series, link, tier.name)
+        for series, links in held.items():
+            for link in links:
+                self.add(series, link, tier.name)
+        return not gone
 
     @property
     def is_empty(self) -> bool:
@@ -155,13 +185,16 @@ class Inventory:
 
 async def committed_in(tier: Tier, incarnation: str, series: Series) -> list[Link]:
     """List the saves of one incarnation that `tier` holds whole, by its own kind of evidence."""
-    found = []
+    links: list[Link] = []
     async for name in tier.store.list_dir(f"{incarnation}/{series}"):
-        if not (name.isascii() and name.isdigit() and len(name) == 12):
-            continue
-        link = Link(incarnation, int(name))
-        if await tier.store.exists(evidence_key(tier, series, link)):
-            found.append(link)
+        if name.isascii() and name.isdigit() and len(name) == 12:
+            links.append(Link(incarnation, int(name)))
+    found: list[Link] = []
+    for first in range(0, len(links), ASKED_AT_ONCE):
+        some = links[first : first + ASKED_AT_ONCE]
+        # Each answer is a round trip where the store is far away.
+        whole = await asyncio.gather(*(tier.store.exists(evidence_key(tier, series, link)) for link in some))
+        found += [link for link, there in zip(some, whole, strict=True) if there]
     return found
 
 

@@ -12,7 +12,10 @@ from stepwell.pipeline.manifest import Manifest
 from stepwell.stores.base import Failure, ObjectStore
 from stepwell.stores.memory import MemoryStore
 
-__all__ = ["OnError", "Tier"]
+__all__ = ["RETRIES", "OnError", "Tier"]
+
+RETRIES = 5
+"""Further tries of a transient fault where nothing else is said: 1.5 s in all."""
 
 
 class OnError(StrEnum):
@@ -39,8 +42,12 @@ class Tier:
         Further tries of a transient fault, each after a doubled pause.
     bases : BaseShare
         Which bases are written here that are merely due.
+    newest : int
+        The newest step that was submitted.
     lost : str or None
-        Why the tier is no longer written (policy ``degrade``).
+        Why the tier is not written (policy ``degrade``), until it answers again.
+    life : object
+        The store's life in which all was written that counts.
     needs_base : int or None
         The log has a hole here, or has not begun: saves from this step on count only once a base
         of at least this step is committed. None: the log is whole.
@@ -57,9 +64,11 @@ class Tier:
     store: ObjectStore
     keep: int = 2
     on_error: OnError = OnError.RAISE
-    retries: int = 5
+    retries: int = RETRIES
     bases: BaseShare = field(default_factory=BaseShare)
+    newest: int = -1
     lost: str | None = None
+    life: object = None
     needs_base: int | None = 0
     hole_from: int = 0
     hole: bool = True
@@ -146,8 +155,14 @@ class Tier:
 
     def begin_later(self, step: int) -> None:
         """Nothing is whole here yet; saves from `step` on will count after a base."""
-        self.needs_base = self.hole_from = step
-        self.hole = True
+        self.hole_from = step
+        self._open_hole(step)
+
+    def begin_anew(self) -> None:
+        """What was written here is gone, or was never written: what follows counts from a base on."""
+        self.bases.lost()
+        self.hole_from = 0
+        self._open_hole(self.newest + 1)
 
     def base_expected(self, step: int, *, alone: bool) -> None:
         """A base of `step` was captured and travels: saves from there on may wait for it.

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Generic, TypeVar
 
 from stepwell.errors import UsageError
 
-__all__ = ["Workers", "lower_priority"]
+__all__ = ["Workers", "lower_priority", "wait_apart"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,12 @@ def lower_priority(nice: int = BACKGROUND_NICE) -> None:
     except (OSError, AttributeError):
         # A container may forbid it; the thread then competes like any other, which is only slower.
         return
+
+
+def wait_apart(work: Coroutine[object, object, T]) -> T:
+    """Run a coroutine in a loop and a thread of its own and wait: the caller may be inside a running loop."""
+    with ThreadPoolExecutor(1, "stepwell-apart") as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 class Workers:

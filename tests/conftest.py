@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from s3_rig import Bucket
+
 REPOSITORY = Path(__file__).resolve().parent.parent
+if str(REPOSITORY / "tests") not in sys.path:
+    sys.path.append(str(REPOSITORY / "tests"))
 
 
 def _memory_root() -> str | None:
@@ -50,3 +57,23 @@ def shared_memory_of_tests() -> Iterator[Path]:
     yield path
     patch.undo()
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of an S3 server that lives as long as the tests."""
+    from s3_rig import s3_service
+
+    with s3_service(tmp_path_factory.mktemp("s3") / "server.log") as port:
+        yield port
+
+
+@pytest.fixture
+def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A fresh bucket; credentials are in the environment, the endpoint is not."""
+    from s3_rig import CREDENTIALS, fresh_bucket
+
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with fresh_bucket(s3_port) as bucket:
+        yield bucket

@@ -6,19 +6,36 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
 
-from stepwell.config import Config, DirectoryTier, MemoryTier, PluginTier, load_config
+from stepwell.config import (
+    Config,
+    DirectoryTier,
+    MemoryTier,
+    PeerTier,
+    PluginTier,
+    RemoteTier,
+    load_config,
+)
 from stepwell.config.lossy import Quantization, Sparsity, kinds_of_rule
-from stepwell.errors import ConfigError, FormatError, IntegrityError, MissingObjectError, UsageError
+from stepwell.errors import (
+    ConfigError,
+    FormatError,
+    IntegrityError,
+    MissingObjectError,
+    StoreError,
+    TransientStoreError,
+    UsageError,
+)
 from stepwell.pipeline.base import ChunkStage, Kind
 from stepwell.pipeline.base_share import BaseShare
 from stepwell.pipeline.choice import SMALL_ELEMENTS, Choices, Policy, Rule
 from stepwell.pipeline.delta import DifferenceStage, delta_stage
+from stepwell.pipeline.derive import Derive, may_derive
 from stepwell.pipeline.keys import INCARNATION_PREFIX, RUN_RECORD
 from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.loop import Loop
@@ -27,12 +44,12 @@ from stepwell.pipeline.records import IncarnationRecord, RunRecord
 from stepwell.pipeline.session import Session
 from stepwell.pipeline.session_options import SessionOptions
 from stepwell.pipeline.sparsify import Sparsify
-from stepwell.pipeline.tier import OnError, Tier
+from stepwell.pipeline.tier import RETRIES, OnError, Tier
 from stepwell.stores.arena import Arena
 from stepwell.stores.base import ObjectStore
 from stepwell.stores.file import FileStore
 from stepwell.stores.memory import MemoryStore
-from stepwell.stores.oserrors import store_error
+from stepwell.stores.threads import wait_apart
 
 __all__ = ["assemble"]
 
@@ -60,7 +77,7 @@ def assemble(
     label = None if choices is None else choices.label
     live = LiveState(model, optimizer, extra, rng=config.rng, label=label)
     with ExitStack() as opened:
-        stores: dict[str, FileStore] = {}
+        stores: dict[str, ObjectStore] = {}
         for tier in config.tiers:
             if isinstance(tier, DirectoryTier):
                 store = stores[tier.label] = FileStore(Path(tier.path))
@@ -68,6 +85,10 @@ def assemble(
                 lock.acquire()
                 opened.callback(lock.release)
                 opened.callback(store.close)
+            elif isinstance(tier, RemoteTier):
+                stores[tier.label] = _open_remote(tier, opened)
+            elif isinstance(tier, PeerTier):
+                stores[tier.label] = _open_peer(tier, config.run, opened)
         record = _run_record(config, stores)
         tiers: list[Tier] = []
         arena: Arena | None = None
@@ -78,7 +99,7 @@ def assemble(
                 opened.callback(arena.close)
                 built = MemoryStore(arena)
                 opened.callback(built.close)
-            elif isinstance(tier, DirectoryTier):
+            elif isinstance(tier, DirectoryTier | PeerTier | RemoteTier):
                 built = stores[tier.label]
             else:
                 built = _plugin_store(tier)
@@ -89,6 +110,8 @@ def assemble(
                     built,
                     keep=tier.keep,
                     on_error=OnError(config.error_policy(tier)),
+                    # These have their own retries, with deadlines.
+                    retries=0 if isinstance(tier, PeerTier | RemoteTier) else RETRIES,
                     # A lossy log does not lead to the bits of a base, so every tier has all of them.
                     bases=BaseShare(tier.log_budget if tiers and choices is None else 0.0, config.base_every),
                 )
@@ -111,8 +134,28 @@ def assemble(
         return session
 
 
-def _run_record(config: Config, stores: Mapping[str, FileStore]) -> RunRecord:
-    """Return the record a directory of the run has, or that its arena or its lives imply, or a new one.
+def _open_remote(tier: RemoteTier, opened: ExitStack) -> ObjectStore:
+    """Open a place on object storage as the only one that writes there."""
+    from stepwell.stores.remote import RemoteStore  # loads tensorstore
+
+    store = RemoteStore(tier.options)
+    opened.callback(store.close)
+    opener = store.lock(LOCK_NAME)
+    opener.acquire()
+    opened.callback(opener.release)
+    return store
+
+
+def _open_peer(tier: PeerTier, run: str, opened: ExitStack) -> ObjectStore:
+    from stepwell.peers import open_peer
+
+    store = open_peer(tier, run)
+    opened.callback(store.close)
+    return store
+
+
+def _run_record(config: Config, stores: Mapping[str, ObjectStore]) -> RunRecord:
+    """Return the record a tier of the run has, or that its arena or its lives imply, or a new one.
 
     Raises
     ------
@@ -120,19 +163,25 @@ def _run_record(config: Config, stores: Mapping[str, FileStore]) -> RunRecord:
         The record is damaged and nothing else tells whose directory it is.
     """
     damaged: IntegrityError | None = None
-    for store in stores.values():
+    tiers = {tier.label: tier for tier in config.tiers}
+    silent: set[str] = set()
+    for label, store in stores.items():
         what = f"{store.url}/{RUN_RECORD}"
         try:
-            return RunRecord.decode((Path(store.root) / RUN_RECORD).read_bytes(), what)
-        except FileNotFoundError:
+            return RunRecord.decode(wait_apart(store.fetch(RUN_RECORD)), what)
+        except MissingObjectError:
             continue
-        except OSError as error:
-            raise store_error(error, f"read {RUN_RECORD}", where=store.url) from error
+        except TransientStoreError:
+            if config.error_policy(tiers[label]) != "degrade":
+                raise
+            silent.add(label)
         except IntegrityError as error:
             if isinstance(error, FormatError) and error.newer:
                 raise
             damaged = error
-    run = _run_of_arena(config) or _run_of_lives(stores)
+    run = _run_of_arena(config) or _run_of_lives(
+        [store for label, store in stores.items() if label not in silent]
+    )
     if damaged is not None:
         if run is None:
             raise damaged
@@ -151,15 +200,19 @@ def _run_of_arena(config: Config) -> str | None:
         return None
 
 
-def _run_of_lives(stores: Mapping[str, FileStore]) -> str | None:
-    """Return the run that the newest whole incarnation record of a directory names."""
-    for store in stores.values():
-        for path in sorted((Path(store.root) / INCARNATION_PREFIX).glob("*.json"), reverse=True):
+def _run_of_lives(stores: Iterable[ObjectStore]) -> str | None:
+    """Return the run that the newest whole incarnation record of a tier names."""
+
+    async def run_in(store: ObjectStore) -> str | None:
+        keys = [key async for key in store.list_prefix(INCARNATION_PREFIX) if key.endswith(".json")]
+        for key in sorted(keys, reverse=True):
             try:
-                return IncarnationRecord.decode(path.read_bytes(), str(path)).run
-            except (OSError, IntegrityError):
+                return IncarnationRecord.decode(await store.fetch(key), f"{store.url}/{key}").run
+            except (StoreError, IntegrityError):
                 continue
-    return None
+        return None
+
+    return next(filter(None, (wait_apart(run_in(store)) for store in stores)), None)
 
 
 def _open_arena(directory: Path, run: str, *, fresh: bool) -> Arena:
@@ -216,7 +269,7 @@ def _chunk_stages(config: Config) -> list[ChunkStage]:
             if not isinstance(made, ChunkStage):
                 raise ConfigError(f"pipeline: {entry.value} made a {type(made).__name__}, not a chunk stage")
             stages.append(made)
-    return stages
+    return [Derive(), *stages] if may_derive(stages) else stages
 
 
 _KINDS = {
@@ -265,6 +318,7 @@ def _options(config: Config) -> SessionOptions:
         inexact=config.inexact,
         chunk_bytes=config.chunk_bytes,
         budget_bytes=config.memory_budget_bytes,
+        read_deadline_s=config.read_deadline_s,
         drain_deadline_s=config.drain_deadline_s,
         close_deadline_s=config.close_deadline_s,
         threads=config.threads,

@@ -35,8 +35,9 @@ def open_sync(
 
     Parameters
     ----------
-    source : path, ``file:`` URL, mapping or Config
-        A directory, or a configuration (a ``.yaml``, ``.yml`` or ``.toml`` file, or a mapping).
+    source : path, URL, mapping or Config
+        A directory or a URL (``file:``, ``s3://bucket/prefix``, ``gs://`` and others), or a configuration
+        (a ``.yaml``, ``.yml`` or ``.toml`` file, or a mapping).
     model : nn.Module, mapping of modules, or object with state_dict and load_state_dict
     optimizer : Optimizer, sequence or mapping of optimizers
     extra : mapping of str to object, optional
@@ -61,7 +62,9 @@ def open_sync(
     NoSpaceError
         The memory tier is too small; says how much is needed.
     PermanentStoreError
-        The directory cannot be made or written.
+        The directory or the place on object storage cannot be made or written.
+    TransientStoreError
+        Object storage does not answer, although it was tried again.
     """
     return SyncWell(
         assemble(source, model=model, optimizer=optimizer, extra=extra, fresh=fresh, overrides=overrides)

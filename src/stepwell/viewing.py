@@ -15,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
 
-from stepwell.config import Config, DirectoryTier, MemoryTier, load_config
-from stepwell.errors import ConfigError, IntegrityError, MissingObjectError, NotCommittedError
+from stepwell.config import Config, DirectoryTier, MemoryTier, PeerTier, RemoteTier, load_config
+from stepwell.errors import (
+    ConfigError,
+    IntegrityError,
+    MissingObjectError,
+    NotCommittedError,
+    TransientStoreError,
+)
 from stepwell.pipeline.commit import Commit
 from stepwell.pipeline.inventory import Inventory
 from stepwell.pipeline.keys import RUN_RECORD
@@ -37,11 +41,11 @@ from stepwell.stores.arena import Arena
 from stepwell.stores.base import BytesLike, Failure, ObjectStore, StoreProperties, WriteItem
 from stepwell.stores.file import FileStore
 from stepwell.stores.memory import MemoryStore
+from stepwell.stores.threads import wait_apart
 from stepwell.stores.zarr_face import ZarrFace
 
 __all__ = ["View", "view"]
 
-Result = TypeVar("Result")
 Source = str | os.PathLike[str] | Mapping[str, object] | Config
 
 STEPS_NAMED = 20
@@ -52,7 +56,7 @@ def view(source: Source, step: int | None = None, *, incarnation: str | None = N
 
     Parameters
     ----------
-    source : path, ``file:`` URL, mapping or Config
+    source : path, URL, mapping or Config
         As for `stepwell.open_sync`. Nothing is written or locked, so the run may go on.
     step : int, optional
         Default: the newest.
@@ -77,7 +81,7 @@ def view(source: Source, step: int | None = None, *, incarnation: str | None = N
         tiers = _open_tiers(load_config(source), opened)
         if not tiers:
             raise NotCommittedError(f"{source}: there is no run of stepwell here")
-        state = _in_thread(_open_state(tiers, step, incarnation))
+        state = wait_apart(_open_state(tiers, step, incarnation))
         return View(state, (source, step, incarnation), opened.pop_all())
 
 
@@ -240,12 +244,6 @@ def _reopen(source: Source, step: int | None, incarnation: str | None) -> View:
     return view(source, step, incarnation=incarnation)
 
 
-def _in_thread(work: Coroutine[object, object, Result]) -> Result:
-    """Run a coroutine in a loop of its own: the caller may be inside a running one."""
-    with ThreadPoolExecutor(1, "stepwell-view") as pool:
-        return pool.submit(asyncio.run, work).result()
-
-
 async def _open_state(tiers: Sequence[Tier], step: int | None, incarnation: str | None) -> OfflineState:
     inventory = await Inventory.read(tiers)
     target = _target(inventory, step, incarnation)
@@ -273,10 +271,26 @@ def _open_tiers(config: Config, opened: ExitStack) -> list[Tier]:
             store = FileStore(Path(tier.path), read_only=True)
             opened.callback(store.close)
             directories.append(Tier(tier.label, store))
+        elif isinstance(tier, RemoteTier):
+            from stepwell.stores.remote import RemoteStore  # loads tensorstore
+
+            remote = RemoteStore(tier.options, read_only=True)
+            opened.callback(remote.close)
+            if wait_apart(remote.exists(RUN_RECORD)):
+                directories.append(Tier(tier.label, remote))
+        elif isinstance(tier, PeerTier):
+            from stepwell.peers import open_peer
+
+            peer = open_peer(tier, config.run, read_only=True)
+            opened.callback(peer.close)
+            # One that is away is left out: what is asked for may be elsewhere, or is said to be nowhere.
+            with suppress(TransientStoreError):
+                if wait_apart(peer.exists(RUN_RECORD)):
+                    directories.append(Tier(tier.label, peer))
     if directories:
         # The arena's place depends on the run's name; who looks at a directory gives only that.
         first = directories[0].store
-        data = bytes(_in_thread(_fetched(first)))
+        data = bytes(wait_apart(_fetched(first)))
         name = RunRecord.decode(data, f"{first.url}/{RUN_RECORD}").name
         config = load_config(config, {"run": name}) if name and name != config.run else config
     arenas: list[Tier] = []

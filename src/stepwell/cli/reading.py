@@ -12,8 +12,14 @@ from typing import Annotated
 
 import typer
 
-from stepwell.config import Config, DirectoryTier, MemoryTier, load_config
-from stepwell.errors import IntegrityError, MissingObjectError, NotCommittedError, UsageError
+from stepwell.config import Config, DirectoryTier, MemoryTier, PeerTier, RemoteTier, load_config
+from stepwell.errors import (
+    IntegrityError,
+    MissingObjectError,
+    NotCommittedError,
+    TransientStoreError,
+    UsageError,
+)
 from stepwell.pipeline.keys import RUN_RECORD
 from stepwell.pipeline.records import RunRecord
 from stepwell.pipeline.tier import Tier
@@ -22,7 +28,7 @@ from stepwell.stores.base import ObjectStore
 __all__ = ["MemoryOption", "OpenRun", "SourceArgument", "open_run"]
 
 SourceArgument = Annotated[
-    str, typer.Argument(help="Directory or file: URL of a run, or a configuration file.", metavar="SOURCE")
+    str, typer.Argument(help="Directory or URL of a run, or a configuration file.", metavar="SOURCE")
 ]
 MemoryOption = Annotated[
     bool | None,
@@ -89,6 +95,14 @@ def open_run(source: str, *, memory: bool | None) -> Iterator[OpenRun]:
         for tier in config.tiers:
             if isinstance(tier, DirectoryTier) and _holds_run(Path(tier.path)):
                 stores.append((tier.label, _directory_store(Path(tier.path))))
+            elif isinstance(tier, RemoteTier):
+                remote = _remote_store(tier)
+                if remote is not None:
+                    stores.append((tier.label, remote))
+            elif isinstance(tier, PeerTier):
+                peer = _peer_store(tier, config.run)
+                if peer is not None:
+                    stores.append((tier.label, peer))
         config = _named_as_recorded(config, stores)
         if memory is not False:
             stores = [*_memory_stores(config, required=bool(memory)), *stores]
@@ -115,6 +129,40 @@ def _directory_store(path: Path) -> ObjectStore:
     from stepwell.stores.file import FileStore
 
     return FileStore(path, read_only=True)
+
+
+def _remote_store(tier: RemoteTier) -> ObjectStore | None:
+    """Open a place on object storage if a run was written there; its record alone may be missing."""
+    from stepwell.stores.remote import RemoteStore
+
+    store = RemoteStore(tier.options, read_only=True)
+
+    async def holds_run() -> bool:
+        if await store.exists(RUN_RECORD):
+            return True
+        return bool({name async for name in store.list_dir("")} & {"incarnations", "layouts"})
+
+    if asyncio.run(holds_run()):
+        return store
+    store.close()
+    return None
+
+
+def _peer_store(tier: PeerTier, run: str) -> ObjectStore | None:
+    """Open what a keeper holds of the run, if anything."""
+    from stepwell.peers import open_peer
+
+    store = open_peer(tier, run, read_only=True)
+    try:
+        if asyncio.run(store.exists(RUN_RECORD)):
+            return store
+    except TransientStoreError as error:
+        typer.echo(f"stepwell: tier {tier.label} is left out: {error}", err=True)
+    except BaseException:
+        store.close()
+        raise
+    store.close()
+    return None
 
 
 def _memory_stores(config: Config, *, required: bool) -> list[tuple[str, ObjectStore]]:

@@ -9,14 +9,24 @@ from __future__ import annotations
 from stepwell.config.load import load_config, show_config
 from stepwell.config.models import Config
 from stepwell.config.stages import StageConfig
-from stepwell.config.tiers import DirectoryTier, MemoryTier, OnError, PluginTier, TierConfig
+from stepwell.config.tiers import (
+    DirectoryTier,
+    MemoryTier,
+    OnError,
+    PeerTier,
+    PluginTier,
+    RemoteTier,
+    TierConfig,
+)
 
 __all__ = [
     "Config",
     "DirectoryTier",
     "MemoryTier",
     "OnError",
+    "PeerTier",
     "PluginTier",
+    "RemoteTier",
     "StageConfig",
     "TierConfig",
     "load_config",

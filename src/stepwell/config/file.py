@@ -16,7 +16,7 @@ from stepwell.errors import ConfigError
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["as_plain", "is_config_path", "local_path", "read_config_file"]
+__all__ = ["as_plain", "is_config_path", "is_remote_url", "local_path", "read_config_file"]
 
 SUFFIXES = (".yaml", ".yml", ".toml")
 FILE_BYTES_MAX = 1 << 20  # a configuration is a page; anything larger is another file by mistake
@@ -40,16 +40,22 @@ def local_path(source: str) -> Path:
         return Path(os.path.abspath(os.path.expanduser(source)))
     name = (scheme[1] or scheme[2]).lower()
     if name != "file":
-        raise ValueError(f"{source}: only plain paths and file: URLs can be opened, not {name}:")
+        raise ValueError(f"{source}: only plain paths and file: URLs name a directory, not {name}:")
     parts = urlsplit(source)
     if parts.netloc not in ("", "localhost"):
         raise ValueError(f"{source}: a file: URL names no other machine; write file:///path")
     return Path(os.path.abspath(unquote(parts.path)))
 
 
+def is_remote_url(source: str) -> bool:
+    """Tell whether a source names a place on object storage: a URL, and not of a file."""
+    scheme = _SCHEME.match(source)
+    return scheme is not None and scheme[1] is not None and scheme[1].lower() != "file"
+
+
 def is_config_path(source: str) -> bool:
     """Tell whether a source is meant as a configuration file."""
-    return source.lower().endswith(SUFFIXES) and not Path(source).is_dir()
+    return source.lower().endswith(SUFFIXES) and not is_remote_url(source) and not Path(source).is_dir()
 
 
 def as_plain(value: Mapping[str, object]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from stepwell.config.faults import Place, config_error
-from stepwell.config.file import as_plain, is_config_path, local_path, read_config_file
+from stepwell.config.file import as_plain, is_config_path, is_remote_url, local_path, read_config_file
 from stepwell.config.models import Config
 from stepwell.config.tiers import TierConfig
 from stepwell.errors import ConfigError
@@ -28,8 +28,8 @@ def load_config(
     source : str, path, mapping or Config
         A path ending in ``.yaml``, ``.yml`` or ``.toml`` is a configuration file, in which relative
         paths are taken from the file's own directory. Any other path or ``file:`` URL is the
-        directory of a run with the default tiers, memory and that directory. A mapping is the
-        configuration itself.
+        directory of a run with the default tiers, memory and that directory; another URL is a
+        place on object storage with memory before it. A mapping is the configuration itself.
     overrides : mapping, optional
         Top-level keys that replace those of `source`.
 
@@ -61,7 +61,9 @@ def load_config(
 
 
 def _default_tiers(source: str) -> list[dict[str, object]]:
-    """Return the tiers of a run that was given only its directory."""
+    """Return the tiers of a run that was given only its directory or URL."""
+    if is_remote_url(source):
+        return [{"kind": "memory"}, {"kind": "remote", "url": source}]
     try:
         path = local_path(source)
     except ValueError as error:

@@ -13,7 +13,15 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 
 from stepwell.config.presets import PRESETS
 from stepwell.config.stages import DEFAULT_PIPELINE, StageConfig, check_order
-from stepwell.config.tiers import NAME_PATTERN, DirectoryTier, MemoryTier, OnError, Strict, TierConfig
+from stepwell.config.tiers import (
+    NAME_PATTERN,
+    DirectoryTier,
+    MemoryTier,
+    OnError,
+    RemoteTier,
+    Strict,
+    TierConfig,
+)
 from stepwell.errors import ConfigError
 
 __all__ = ["Config"]
@@ -56,6 +64,8 @@ class Config(Strict):
         Largest run of a tensor that flows as one piece.
     memory_budget_bytes : int
         Bytes of chunks in work at one time, beyond the arena.
+    read_deadline_s : float
+        Longest wait for one object or chunk while restoring; a tier that takes longer is not asked again.
     drain_deadline_s : float
         Time that SIGTERM leaves to bring the newest step to the last tier.
     close_deadline_s : float
@@ -81,6 +91,7 @@ class Config(Strict):
     rng: bool = True
     chunk_bytes: int = Field(default=16 << 20, ge=4096, le=1 << 30)
     memory_budget_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    read_deadline_s: PositiveFloat = 120.0
     drain_deadline_s: PositiveFloat = 30.0
     close_deadline_s: PositiveFloat = 600.0
     threads: int = Field(default=1, ge=1, le=64)
@@ -139,12 +150,17 @@ class Config(Strict):
         """The first directory tier."""
         return next((tier for tier in self.tiers if isinstance(tier, DirectoryTier)), None)
 
+    @cached_property
+    def remote(self) -> RemoteTier | None:
+        """The first tier on object storage."""
+        return next((tier for tier in self.tiers if isinstance(tier, RemoteTier)), None)
+
     def arena_directory(self, tier: MemoryTier) -> Path:
         """Return where the arena of `tier` lies.
 
-        The default is named by a hash of the run's name, of the first directory's path and of the
-        tier's name, so that runs which share nothing never share an arena, and a restarted run
-        finds its own.
+        The default is named by a hash of the run's name, of the first directory's path (without one,
+        of the first remote tier's URL) and of the tier's name, so that runs which share nothing never
+        share an arena, and a restarted run finds its own.
 
         Raises
         ------
@@ -158,7 +174,9 @@ class Config(Strict):
                 f"tier {tier.label!r}: this machine has no {SHARED_MEMORY}; "
                 "set the tier's `directory` to a memory file system, or leave the tier out"
             )
-        place = self.directory.path if self.directory is not None else ""
+        place = "" if self.remote is None else self.remote.url
+        if self.directory is not None:
+            place = self.directory.path
         identity = "\0".join((self.run, place, tier.label)).encode("utf-8", "surrogateescape")
         return SHARED_MEMORY / f"stepwell-{os.getuid()}" / hashlib.sha256(identity).hexdigest()[:16]
 

@@ -7,10 +7,23 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
+from stepwell.config.addresses import parse_address
 from stepwell.config.faults import plugin_names
 from stepwell.config.file import local_path
+from stepwell.stores.remote_options import RemoteOptions
+from stepwell.stores.remote_url import check_endpoint, check_remote_url
 
-__all__ = ["NAME_PATTERN", "DirectoryTier", "MemoryTier", "OnError", "PluginTier", "Strict", "TierConfig"]
+__all__ = [
+    "NAME_PATTERN",
+    "DirectoryTier",
+    "MemoryTier",
+    "OnError",
+    "PeerTier",
+    "PluginTier",
+    "RemoteTier",
+    "Strict",
+    "TierConfig",
+]
 
 OnError = Literal["raise", "degrade", "retry"]
 
@@ -90,6 +103,139 @@ class DirectoryTier(_Tier):
         return str(local_path(value))
 
 
+class RemoteTier(_Tier):
+    """A place on object storage; survives what that service survives.
+
+    Credentials are never written here: they come from the environment, a profile or the instance.
+
+    Attributes
+    ----------
+    url : str
+        ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``memory://name`` (lasts as long as the process,
+        for trials), or any URL of fsspec whose service has an atomic create-if-absent.
+    endpoint : str or None
+        URL of a service that speaks S3; http only to this machine. None: ``AWS_ENDPOINT_URL_S3`` or
+        ``AWS_ENDPOINT_URL``, else Amazon.
+    region : str or None
+        Of the bucket. None: ``AWS_REGION`` or ``AWS_DEFAULT_REGION``, else the service is asked.
+    requests_max : int
+        Requests at one time; each upload has its object, a chunk of a base or a pack, in memory once more.
+    bytes_per_s_max : float or None
+        Bytes uploaded a second on average, so that an upload leaves the network to the training.
+    timeout_s : float
+        Deadline of one request, and one second more for each MiB it moves.
+    retry_for_s : float
+        How long after its first try a request is tried again, where that may help.
+    put_bytes_max : int
+        Larger objects are stored in parts. S3 takes 5 GiB in one piece.
+    lease_s : float
+        How long a run that another machine has open is believed to live without a sign of life.
+    """
+
+    kind: Literal["remote"] = "remote"
+    url: str
+    endpoint: str | None = None
+    region: str | None = Field(default=None, pattern=r"^[a-z0-9-]{1,64}$")
+    requests_max: int = Field(default=8, ge=1, le=256)
+    bytes_per_s_max: float | None = Field(default=None, gt=0)
+    timeout_s: float = Field(default=30.0, gt=0)
+    retry_for_s: float = Field(default=60.0, ge=0)
+    put_bytes_max: int = Field(default=5 << 30, ge=1 << 20, le=5 << 30)
+    lease_s: float = Field(default=20.0, ge=1, le=3600)
+
+    @field_validator("url")
+    @classmethod
+    def _checked_url(cls, value: str) -> str:
+        return check_remote_url(value)
+
+    @field_validator("endpoint")
+    @classmethod
+    def _checked_endpoint(cls, value: str | None) -> str | None:
+        return None if value is None else check_endpoint(value)
+
+    @property
+    def options(self) -> RemoteOptions:
+        """What the store is opened with."""
+        return RemoteOptions(
+            url=self.url,
+            endpoint=self.endpoint,
+            region=self.region,
+            requests_max=self.requests_max,
+            bytes_per_s_max=self.bytes_per_s_max,
+            timeout_s=self.timeout_s,
+            retry_for_s=self.retry_for_s,
+            put_bytes_max=self.put_bytes_max,
+            lease_s=self.lease_s,
+        )
+
+
+class TlsFiles(Strict):
+    """Certificates for mutual TLS, all PEM.
+
+    Attributes
+    ----------
+    certificate, key : str
+        Of this node.
+    authority : str
+        What signs those of peers: one of the run's own.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+
+
+class PeerTier(_Tier):
+    """The memory of another node, held there by ``stepwell keeper``; survives the loss of this node.
+
+    A peer that is away is no reason to stop: unless told otherwise (`on_error`) the others go on, and it
+    takes part again when it answers.
+
+    Attributes
+    ----------
+    address : str or list of str
+        ``host:port`` of the keeper; several where several links lead to it.
+    keeper : str or None
+        Name of the node that must answer; None: whoever belongs to the run.
+    secret_file : str or None
+        File of mode 0600 with the run's secret; None: ``STEPWELL_RUN_SECRET``, if it is set.
+    tls : TlsFiles or None
+    call_s : float
+        Longest time for a call with all its attempts, and a second more for each MiB it moves.
+    """
+
+    kind: Literal["peer"] = "peer"
+    address: tuple[str, ...] = Field(strict=False, min_length=1)
+    keeper: str | None = None
+    secret_file: str | None = None
+    tls: TlsFiles | None = None
+    on_error: OnError | None = "degrade"
+    log_budget: float = Field(default=0.0, ge=0)
+    call_s: float = Field(default=60.0, gt=0)
+
+    @field_validator("address", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("address")
+    @classmethod
+    def _checked_address(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            parse_address(text)
+        return value
+
+    @field_validator("secret_file")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        return None if value is None else str(local_path(value))
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port of each address."""
+        return [parse_address(text) for text in self.address]
+
+
 class PluginTier(_Tier):
     """A tier whose store a third party registered in the entry-point group ``stepwell.stores``.
 
@@ -106,7 +252,7 @@ class PluginTier(_Tier):
 def _tier_tag(value: object) -> str | None:
     """Decide which model a tier is read by; None where the kind is missing or unknown."""
     kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
-    if kind in ("memory", "directory"):
+    if kind in ("memory", "directory", "peer", "remote"):
         return str(kind)
     return "plugin" if kind in plugin_names("stepwell.stores") else None
 
@@ -114,6 +260,8 @@ def _tier_tag(value: object) -> str | None:
 TierConfig = Annotated[
     Annotated[MemoryTier, Tag("memory")]
     | Annotated[DirectoryTier, Tag("directory")]
+    | Annotated[PeerTier, Tag("peer")]
+    | Annotated[RemoteTier, Tag("remote")]
     | Annotated[PluginTier, Tag("plugin")],
     Discriminator(_tier_tag),
 ]
