@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stepwell.errors import StepwellError, StoreError
+from stepwell.errors import NotCommittedError, StepwellError, StoreError
 from stepwell.pipeline.jobs import BaseJob
 from stepwell.pipeline.keys import Series, pack_key
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
@@ -29,10 +29,12 @@ class BaseWriter:
         self._runner = runner
         self._workers = workers
         self._plan: GroupPlan | None = None
+        self._packed: ObjectEntry | None = None  # the base at hand, once its region is a whole pack
 
     async def write(self, job: BaseJob, tiers: Sequence[Tier]) -> None:
         """Commit `job` in `tiers`, those that take it; its region is released whatever happens."""
         published = False
+        self._packed = None
         try:
             await asyncio.wrap_future(job.ready)
             header = await self._workers.run(job.header)
@@ -40,19 +42,28 @@ class BaseWriter:
             await self._workers.run(lambda: job.check(digest))
             header["digest"] = digest
             for tier in tiers:
+                life = tier.store.life
                 if tier.lost is not None:
                     job.handle.resolve(tier.name, StoreError(f"tier {tier.name} was given up: {tier.lost}"))
                     continue
                 try:
+                    objects: tuple[ObjectEntry, ...]
                     in_place = tier.memory is not None and job.publish is not None
                     if in_place:
-                        objects = await self._publish(job, header)
+                        objects = (await self._pack(job, header),)
+                        await self._publish(job, objects[0])
                         published = True
-                    else:
+                    elif tier.has_commit_records:
                         objects = await self._export(job, header, tier)
-                    await self._commit(job, tier, objects, digest)
+                    else:
+                        objects = (await self._pack(job, header),)
+                        await self._send(job, objects[0], tier)
+                    await self._commit(job, tier, objects, digest, life)
                 except StepwellError as error:
                     self._failed(job, tier, error)
+            for tier in self._runner.tiers:
+                if tier.lost is not None:
+                    await self._runner.presence.try_again(tier)
         except StepwellError as error:
             self._failed(job, None, error)
         finally:
@@ -68,17 +79,26 @@ class BaseWriter:
             PackKind.BASE, runner.run_name, job.link.incarnation, job.link.step, runner.rank, runner.world
         )
 
-    async def _publish(self, job: BaseJob, header: dict[str, object]) -> tuple[ObjectEntry, ...]:
-        key = pack_key(Series.BASE, job.link.incarnation, job.link.step, self._runner.rank)
+    async def _pack(self, job: BaseJob, header: dict[str, object]) -> ObjectEntry:
+        """Make one object of the region, in place and once."""
+        if self._packed is None:
+            key = pack_key(Series.BASE, job.link.incarnation, job.link.step, self._runner.rank)
+
+            def finish() -> ObjectEntry:
+                packed = finish_region(job.payload, self._identity(job), header, job.layout)
+                return ObjectEntry(key, packed.size_bytes, packed.xxh3)
+
+            self._packed = await self._workers.run(finish)
+        return self._packed
+
+    async def _publish(self, job: BaseJob, entry: ObjectEntry) -> None:
         publish = job.publish
         assert publish is not None
+        await self._workers.run(lambda: publish(entry.key, entry.size_bytes))
 
-        def finish() -> ObjectEntry:
-            packed = finish_region(job.payload, self._identity(job), header, job.layout)
-            publish(key, packed.size_bytes)
-            return ObjectEntry(key, packed.size_bytes, packed.xxh3)
-
-        return (await self._workers.run(finish),)
+    async def _send(self, job: BaseJob, entry: ObjectEntry, tier: Tier) -> None:
+        """Put the pack into a tier; the region stays as it is until the job is released."""
+        await self._runner.replicate.save(tier, entry.key, (job.payload[: entry.size_bytes],))
 
     async def _export(self, job: BaseJob, header: dict[str, object], tier: Tier) -> tuple[ObjectEntry, ...]:
         run = job.payload[HEADER_BYTES : HEADER_BYTES + job.layout.size_bytes]
@@ -94,7 +114,7 @@ class BaseWriter:
         return objects
 
     async def _commit(
-        self, job: BaseJob, tier: Tier, objects: tuple[ObjectEntry, ...], digest: object
+        self, job: BaseJob, tier: Tier, objects: tuple[ObjectEntry, ...], digest: object, life: object
     ) -> None:
         runner = self._runner
         await runner.commit.save_layout(tier, job.layout)
@@ -113,6 +133,10 @@ class BaseWriter:
             environment=job.environment,
         )
         await runner.commit.save(tier, manifest)
+        if tier.store.life != life or not await runner.presence.same_life(tier):
+            raise NotCommittedError(
+                f"base {job.link.step}: tier {tier.name} began anew and lacks what was written to it before"
+            )
         runner.committed(Series.BASE, job.link, tier, manifest.size_bytes)
         if job.alone:
             job.handle.resolve(tier.name)

@@ -13,6 +13,7 @@ from stepwell.errors import (
     NotCommittedError,
     ObjectExistsError,
     StoreError,
+    TransientStoreError,
 )
 from stepwell.pipeline.keys import RUN_RECORD, Series, commit_key, layout_key, manifest_key
 from stepwell.pipeline.layout import Layout
@@ -30,17 +31,21 @@ class Commit:
     name = "commit"
 
     def __init__(self, replicate: Replicate) -> None:
-        self._replicate = replicate
+        self.replicate = replicate
         self._layouts: dict[str, set[str]] = {}
 
     async def save_layout(self, tier: Tier, layout: Layout) -> None:
         """Bring a layout into a tier, once: it is named by its content."""
         known = self._layouts.setdefault(tier.name, set())
         if layout.hash not in known:
-            await self._replicate.attempt(
+            await self.replicate.attempt(
                 tier, lambda: tier.store.put(layout_key(layout.hash), (layout.encoded,))
             )
             known.add(layout.hash)
+
+    def forget_layouts(self, tier: Tier) -> None:
+        """A tier may lack what was written there before."""
+        self._layouts.pop(tier.name, None)
 
     async def save(self, tier: Tier, manifest: Manifest) -> None:
         """Commit one save of one rank (world 1): the manifest, then the record where there is one.
@@ -51,7 +56,7 @@ class Commit:
             Another process has committed this very save.
         """
         encoded = manifest.encode()
-        await self._replicate.save(tier, manifest.key, (encoded,))
+        await self.replicate.save(tier, manifest.key, (encoded,))
         if not tier.has_commit_records:
             return
         record = CommitRecord(
@@ -107,15 +112,22 @@ class Commit:
         ------
         IntegrityError
             No tier has it whole.
+        TransientStoreError
+            One that may have it does not answer.
         """
         faults = []
+        unanswered: TransientStoreError | None = None
         for tier in tiers:
             try:
                 return Layout.decode(bytes(await tier.store.fetch(layout_key(layout_hash))), layout_hash)
+            except TransientStoreError as error:
+                unanswered = error
             except (IntegrityError, StoreError) as error:
                 if isinstance(error, FormatError) and error.newer:
                     raise
                 faults.append(f"{tier.name}: {error}")
+        if unanswered is not None:
+            raise unanswered
         raise IntegrityError(f"layout {layout_hash} can be read from no tier ({'; '.join(faults)})")
 
     async def save_run(self, tier: Tier, record: RunRecord) -> None:
@@ -127,7 +139,7 @@ class Commit:
             The tier belongs to another run.
         """
         try:
-            await self._replicate.attempt(tier, lambda: tier.store.create(RUN_RECORD, (record.encode(),)))
+            await self.replicate.attempt(tier, lambda: tier.store.create(RUN_RECORD, (record.encode(),)))
         except ObjectExistsError:
             try:
                 there = RunRecord.decode(await tier.store.fetch(RUN_RECORD), f"{tier.name}: {RUN_RECORD}")
@@ -135,7 +147,7 @@ class Commit:
                 if isinstance(error, FormatError) and error.newer:
                     raise
                 # Whoever opened the run has learned its name from what else is there.
-                await self._replicate.save(tier, RUN_RECORD, (record.encode(),))
+                await self.replicate.save(tier, RUN_RECORD, (record.encode(),))
                 return
             if there.run != record.run:
                 raise ObjectExistsError(
@@ -148,12 +160,12 @@ class Commit:
 
     async def end_incarnation(self, tier: Tier, record: IncarnationRecord) -> None:
         """Replace the record of an incarnation by one that says how it ended."""
-        await self._replicate.save(tier, record.key, (record.encode(),))
+        await self.replicate.save(tier, record.key, (record.encode(),))
 
     async def _create_once(self, tier: Tier, key: str, data: bytes) -> None:
         """Create an object; one with the same bytes that is there already (a lost reply) counts."""
         try:
-            await self._replicate.attempt(tier, lambda: tier.store.create(key, (data,)))
+            await self.replicate.attempt(tier, lambda: tier.store.create(key, (data,)))
         except ObjectExistsError:
             if bytes(await tier.store.fetch(key)) != data:
                 raise

@@ -98,18 +98,28 @@ class Ledger:
             if tier is None and isinstance(error, IntegrityError):
                 # A torn gradient is no fault of the run: the step is not saved, and the next is a base.
                 self._warnings.append(str(error))
-            elif tier is not None and tier.on_error is OnError.DEGRADE and self._goes_on_without(tier.name):
-                tier.lost = str(error)
-                self._warnings.append(f"tier {tier.name} is given up, the others go on: {error}")
-            else:
+            elif tier is None or not self._give_up(tier, error):
                 self._errors.append(error)
 
-    def _goes_on_without(self, tier: str) -> bool:
-        """Whether another tier is left; the last one is never given up."""
-        if len(self._tiers - self._lost - {tier}) == 0:
+    def give_up(self, tier: Tier, error: BaseException) -> bool:
+        """Mark a tier lost whose policy allows it, with a warning; the last one is never given up."""
+        with self._lock:
+            return self._give_up(tier, error)
+
+    def _give_up(self, tier: Tier, error: BaseException) -> bool:
+        if tier.on_error is not OnError.DEGRADE or not self._tiers - self._lost - {tier.name}:
             return False
-        self._lost.add(tier)
+        self._lost.add(tier.name)
+        tier.lost = str(error)
+        self._warnings.append(f"tier {tier.name} is given up, the others go on: {error}")
         return True
+
+    def back(self, tier: Tier, reason: str) -> None:
+        """A tier takes part again, from the next base on, which is asked for."""
+        with self._lock:
+            self._lost.discard(tier.name)
+            self._warnings.append(f"tier {tier.name} {reason}; it takes part again from the next base on")
+            self._must_base = self._must_base or f"tier {tier.name} {reason}"
 
     def unprotected(self, step: int) -> None:
         """A save is committed in no tier and will not be."""

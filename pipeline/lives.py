@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from stepwell.errors import IntegrityError, NotCommittedError, StepwellError, StoreError
 from stepwell.pipeline.chain import Chain, resolve_chain
@@ -42,7 +43,7 @@ class Lives:
         Raises
         ------
         StoreError
-            A tier cannot be written; no life has begun.
+            A tier cannot be written that the run does not go on without; no life has begun.
         """
         runner, inventory = self._runner, self._runner.inventory
         counter = 1 + max((record.counter for record in inventory.incarnations.values()), default=0)
@@ -54,13 +55,24 @@ class Lives:
             environment=self._environment,
         )
         for tier in runner.tiers:
-            await sweep(tier, inventory)
-            await runner.commit.save_run(tier, self._record)
-            await runner.commit.save_incarnation(tier, record)
+            if tier.lost is not None:
+                continue
+            try:
+                await sweep(tier, inventory)
+                await self._enter(tier, record)
+            except StoreError as error:
+                if not runner.presence.give_up(tier, error):
+                    raise
         inventory.incarnations[record.incarnation] = record
-        runner.set_lineage(inventory.lineage_of(record.incarnation))
+        runner.begin_life(inventory.lineage_of(record.incarnation), partial(self._enter, record=record))
         self.current = record
         return record
+
+    async def _enter(self, tier: Tier, record: IncarnationRecord) -> None:
+        """Write down in a tier that this life is led there, too."""
+        await self._runner.commit.save_run(tier, self._record)
+        await self._runner.commit.save_incarnation(tier, record)
+        tier.life = tier.store.life
 
     async def end(self) -> dict[str, StepwellError]:
         """Write down, where records commit, what the newest save is: its loss can then be noticed.

@@ -23,6 +23,7 @@ from stepwell.errors import (
     IntegrityError,
     NotCommittedError,
     StoreError,
+    TransientStoreError,
 )
 from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, StageContext
 from stepwell.pipeline.bits import bytes_to_tensor
@@ -112,6 +113,8 @@ class Recovery:
             The save is of another model or optimizer; nothing was loaded.
         IntegrityError
             Saves are committed, but none is whole. Live tensors may hold parts of what was tried.
+        DeadlineError, TransientStoreError
+            A tier that may have what is missing elsewhere does not answer.
         """
         candidates = list(self.source.inventory.candidates())
         if not candidates:
@@ -126,8 +129,9 @@ class Recovery:
                 self.source.note(str(error))
                 limit = error.last_match
             except (IntegrityError, NotCommittedError, StoreError) as error:
-                if isinstance(error, FormatError) and error.newer:
-                    raise
+                newer = isinstance(error, FormatError) and error.newer
+                if newer or isinstance(error, TransientStoreError):
+                    raise  # nothing is damaged: an older save in its place would lose steps
                 self.source.note(str(error))
         listed = "\n  ".join(self.source.faults[-20:])
         raise IntegrityError(

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from stepwell.errors import StepwellError, StoreError, UsageError
+from stepwell.errors import NotCommittedError, StepwellError, StoreError, UsageError
 from stepwell.pipeline.base import Chunk, ChunkStage
 from stepwell.pipeline.basing import BaseWriter
 from stepwell.pipeline.budget import ByteBudget
@@ -28,6 +28,7 @@ from stepwell.pipeline.keys import Series, pack_key
 from stepwell.pipeline.loop import loop_of
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack import Packed, PackIdentity, PackKind
+from stepwell.pipeline.presence import Presence, PresenceEvents
 from stepwell.pipeline.reclaim import reclaim, remove_save
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replicate import Replicate
@@ -44,7 +45,7 @@ Result = TypeVar("Result")
 PACKS_WAITING = 2  # encoded saves that may wait for a slow tier; each is about a capture slot of bytes
 
 
-class RunnerEvents(Protocol):
+class RunnerEvents(PresenceEvents, Protocol):
     """What the runner tells its owner. Called on the runner's thread; must return at once."""
 
     def committed(self, series: Series, link: Link, tier: Tier, size_bytes: int) -> None:
@@ -122,6 +123,7 @@ class Runner:
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._lineage: Lineage | None = None
         self._events = events
+        self.presence = Presence(self, events)
         self._budget_bytes = budget_bytes
         self._workers = Workers(threads, "stepwell-encode")
         self._base_workers = Workers(1, "stepwell-base")
@@ -159,9 +161,16 @@ class Runner:
             raise UsageError("the background runner is not running")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def set_lineage(self, lineage: Lineage) -> None:
-        """Tell which line of incarnations lives; nothing is reclaimed before."""
-        self._lineage = lineage
+    def begin_life(self, lineage: Lineage, enter: Callable[[Tier], Awaitable[None]]) -> None:
+        """Tell which line of incarnations lives; nothing is reclaimed before.
+
+        Parameters
+        ----------
+        lineage : Lineage
+        enter : coroutine function
+            Writes the records of this life into a tier that was given up and answers again.
+        """
+        self._lineage, self.presence.enter = lineage, enter
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what was handed over, then end the thread.
@@ -199,6 +208,7 @@ class Runner:
             self._bases.put_nowait((job, takers))
         else:
             for tier in self.tiers:
+                tier.newest = max(tier.newest, step)
                 tier.bases.saved(step)
             self._steps.put_nowait(job)
 
@@ -253,7 +263,7 @@ class Runner:
             if not chunk.encodings:
                 # Still the capture slot's own memory, which is about to be given back.
                 chunk = replace(chunk, buffer=await self._workers.run(chunk.buffer.copy))
-            chunks.append(chunk)
+            chunks.append(replace(chunk, state=None))  # that is the slot's memory, too
 
         loop = self._closed_loop
         if loop is not None:
@@ -329,6 +339,12 @@ class Runner:
         link = Link(manifest.incarnation, manifest.step)
         try:
             await self.commit.save(tier, manifest)
+            if not await self.presence.same_life(tier):
+                self.inventory.forget(Series.STEP, link, tier.name)
+                tier.stranded.append(manifest)
+                raise NotCommittedError(
+                    f"step {link.step}: tier {tier.name} began anew and lacks the saves before it"
+                )
         except StepwellError as error:
             self.failed(Series.STEP, link, tier, error, handle)
             return False
@@ -392,6 +408,7 @@ class Runner:
                 manifest = tier.stranded.pop()
                 stranded = Removal(Series.STEP, Link(manifest.incarnation, manifest.step))
                 await remove_save(tier, stranded)
+                self.inventory.forget(Series.STEP, stranded.link, tier.name)
             await reclaim(tier, self.inventory, self._lineage, held=held, removed=removed)
         except StoreError as error:
             self._events.failed(Series.BASE, self.inventory.newest() or Link("", 0), tier, error)

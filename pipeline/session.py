@@ -143,7 +143,7 @@ class Session:
         options = self.options
         at_fork(self)
         self._runner.start()
-        inventory = self._wait(Inventory.read(self.tiers))
+        inventory = self._wait(Inventory.read(self.tiers, self.ledger.give_up))
         self._runner.inventory = inventory
         self._non_empty = not inventory.is_empty
         self._capture = Capture(
@@ -265,6 +265,7 @@ class Session:
         self._check_usable()
         if self._lives.current is not None:
             raise UsageError("restore comes first: this run has saved or restored already")
+        self._warn(stacklevel=4)
         if self._fresh:
             self._wait(self._lives.begin(None))
             return None
@@ -272,7 +273,9 @@ class Session:
         newest = self._runner.inventory.newest_known()
         workers = Workers(max(1, self.options.threads), "stepwell-restore", background=False)
         try:
-            source = SaveSource(self.tiers, self._runner.inventory, self._runner.commit)
+            source = SaveSource(
+                self.tiers, self._runner.inventory, self._runner.commit, self.options.read_deadline_s
+            )
             outcome, recovery = self._wait(self._recover(source, workers), None)
         finally:
             workers.close()
@@ -431,11 +434,15 @@ class Session:
         capture = self._capture
         return self._bases.waited_s + (0.0 if capture is None else capture.tap.waited_s)
 
+    def _warn(self, stacklevel: int) -> None:
+        """Tell what went on in the background that is no error."""
+        for warning in self.ledger.take_warnings():
+            warnings.warn(f"stepwell: {warning}", stacklevel=stacklevel)
+
     def _ready_to_save(self, step: int) -> tuple[Capture, Submission]:
         """Check everything that forbids a save, and raise what failed in the background."""
         self._check_usable()
-        for warning in self.ledger.take_warnings():
-            warnings.warn(f"stepwell: {warning}", stacklevel=4)
+        self._warn(stacklevel=5)
         self.check_for_errors()
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < STEPS:
             raise UsageError(f"step must be an int from 0 to {STEPS - 1}, not {step!r}")
@@ -502,6 +509,8 @@ class Session:
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
+            if future.done():
+                raise  # the work's own deadline
             future.cancel()
             raise DeadlineError(f"the stores did not answer within {timeout_s} s") from None
 

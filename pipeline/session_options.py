@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepwell.pipeline.capture import Mode
+from stepwell.pipeline.source import READ_DEADLINE_S
 
 __all__ = ["SessionOptions"]
 
@@ -23,6 +24,7 @@ class SessionOptions:
     inexact: str = "accept"
     chunk_bytes: int = 16 << 20
     budget_bytes: int = 256 << 20
+    read_deadline_s: float = READ_DEADLINE_S
     drain_deadline_s: float = 30.0
     close_deadline_s: float = 600.0
     threads: int = 1

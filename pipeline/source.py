@@ -1,10 +1,13 @@
 """Reading saves back through the tiers: the nearest whole copy of each object wins.
 
-Damage in one tier is remembered and the next tier is asked; only what no tier has whole is an error.
+Damage in one tier is remembered and the next tier is asked; only what no tier has whole is an error. A
+tier that does not answer is no damage: if nobody else has what is asked for, that is said, and nothing
+older is taken in its place.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,11 +16,13 @@ from typing import TypeVar
 import numpy as np
 
 from stepwell.errors import (
+    DeadlineError,
     FormatError,
     IntegrityError,
     MissingObjectError,
     NotCommittedError,
     StoreError,
+    TransientStoreError,
 )
 from stepwell.pipeline.base import Bytes, Chunk
 from stepwell.pipeline.commit import Commit
@@ -41,9 +46,21 @@ RECENT_CHUNKS = 8
 DAMAGE = (IntegrityError, MissingObjectError, NotCommittedError, StoreError)
 """What makes the next tier worth asking."""
 
+READ_DEADLINE_S = 120.0
+"""Longest wait for one object, or one chunk of at most 64 MiB: 0.5 MB/s."""
+
 
 class SaveSource:
     """Everything committed in a set of tiers, read with fall-through.
+
+    Parameters
+    ----------
+    tiers : sequence of Tier
+        Nearest first.
+    inventory : Inventory
+    commit : Commit
+    deadline_s : float
+        Longest wait for one read; a tier that once took longer is not asked again.
 
     Attributes
     ----------
@@ -53,7 +70,15 @@ class SaveSource:
         Saves that are whole in no tier.
     """
 
-    def __init__(self, tiers: Sequence[Tier], inventory: Inventory, commit: Commit) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        inventory: Inventory,
+        commit: Commit,
+        deadline_s: float = READ_DEADLINE_S,
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._silent: dict[str, DeadlineError] = {}
         self.tiers = list(tiers)
         self.inventory = inventory
         self.faults: list[str] = []
@@ -130,17 +155,41 @@ class SaveSource:
         ------
         IntegrityError
             None did; every reason is in the message.
+        DeadlineError, TransientStoreError
+            None did, and one that may have it does not answer.
         """
         reasons = []
+        unanswered: DeadlineError | TransientStoreError | None = None
         for tier in tiers:
             try:
-                return tier, await read(tier)
+                return tier, await self._commit.replicate.attempt(tier, partial(self._in_time, tier, read))
+            except (DeadlineError, TransientStoreError) as error:
+                unanswered = error
+                self.note(f"{tier.name}: {error}")
             except DAMAGE as error:
                 if isinstance(error, FormatError) and error.newer:
                     raise  # nothing is damaged: going around it would lose steps
                 reasons.append(f"{tier.name}: {error}")
                 self.note(f"{tier.name}: {error}")
+        if unanswered is not None:
+            raise unanswered
         raise IntegrityError(f"{what}: cannot be read ({'; '.join(reasons) or 'no tier has it'})")
+
+    async def _in_time(self, tier: Tier, read: Callable[[Tier], Awaitable[Result]]) -> Result:
+        """Read from a tier within the deadline, if it did not miss that before."""
+        if tier.name in self._silent:
+            raise self._silent[tier.name]
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await read(tier)
+        except TimeoutError as error:
+            if isinstance(error, DeadlineError):
+                raise
+            self._silent[tier.name] = DeadlineError(
+                f"tier {tier.name} did not answer a read within {self._deadline_s:g} s; nothing is known to "
+                "be damaged there: try again when it does, or leave the tier out"
+            )
+            raise self._silent[tier.name] from None
 
     def note(self, fault: str) -> None:
         """Remember a fault, once."""
@@ -207,7 +256,10 @@ class StepSource:
         return self._packs[tier.name]
 
     async def _chunk(self, tier: Tier, key: str) -> Chunk:
-        return await (await self._pack(tier)).chunk(key)
+        pack = await self._pack(tier)
+        row = pack.rows.get(key)
+        layout = None if row is None else await self._source.layout(row.layout)
+        return await pack.chunk(key, layout)
 
 
 class BaseSource:
@@ -319,4 +371,7 @@ class BaseSource:
     async def _chunk(self, tier: Tier, part: int) -> Bytes:
         if tier.has_commit_records:
             return await (await self._group(tier)).read_chunk(part)
-        return (await (await self._pack(tier)).chunk(base_chunk_key(part))).buffer
+        chunk = await (await self._pack(tier)).chunk(base_chunk_key(part), self.layout)
+        if chunk.encodings:
+            raise IntegrityError(f"{tier.name}: chunk {part} of base {self.link.step} is encoded")
+        return chunk.buffer

@@ -107,6 +107,14 @@ class ObjectStore(Store):
             The key was there already.
         """
 
+    @property
+    def life(self) -> object:
+        """Changes when what was acknowledged before may be gone, with the process that held it, say.
+
+        Compared for equality only; most stores have one life.
+        """
+        return None
+
     def fall_behind(self) -> None:
         """Run this store's own threads behind the training from now on; most stores have none.
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from types import TracebackType
 from typing import Self
 
 from stepwell.errors import LockedError, PermanentStoreError
 from stepwell.stores.oserrors import store_error
 
-__all__ = ["FileLock"]
+__all__ = ["FileLock", "owner_of"]
+
+_FLOCK = struct.Struct("hhqqi4x")  # of Linux on 64 bits: type, whence, start, length, pid
 
 _HELD: dict[tuple[int, str], tuple[int, int] | None] = {}
 """(pid, real path) -> (device, inode) of every lock this process holds or is taking.
@@ -161,3 +164,25 @@ def _pid_in(fd: int) -> int | None:
     """Read the owner's pid; None when it is not (yet) written."""
     text = os.pread(fd, 32, 0).strip()
     return int(text) if text.isdigit() else None
+
+
+def owner_of(path: str | os.PathLike[str]) -> int | None:
+    """Return the process that holds the lock on a file, without taking it; None if there is none.
+
+    Not for a file that this process itself has locked: to look would end that lock.
+
+    Raises
+    ------
+    PermanentStoreError, TransientStoreError
+        The file cannot be looked at.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise store_error(error, "look at the lock", where=str(path)) from error
+    return None if kind == fcntl.F_UNLCK else int(pid)

@@ -12,8 +12,9 @@ from stepwell.errors import IntegrityError, MissingObjectError, UsageError
 from stepwell.stores.arena import Arena
 from stepwell.stores.base import BytesLike, Failure, StoreProperties, WriteItem
 from stepwell.stores.keys import check_directory, check_key, check_prefix
+from stepwell.stores.landing import Landing, Sight
 from stepwell.stores.parts import flat_views
-from stepwell.stores.region import Region
+from stepwell.stores.region import Region, RegionState
 from stepwell.stores.threads import Workers
 from stepwell.stores.zarr_face import ZarrFace
 
@@ -128,6 +129,19 @@ class MemoryStore(ZarrFace):
         await self._ready_to_write(key)
         await self._workers.run(lambda: self._arena.publish(region, key, length))
 
+    async def begin_put(self, size_bytes: int) -> Landing:
+        """Reserve a region, for an object that comes from elsewhere to land in without a copy."""
+        self._check_writable()
+        await self._ensure_open()
+        reserved: list[Region] = []
+        try:
+            await self._workers.run(lambda: reserved.append(self._arena.reserve(size_bytes)))
+        except BaseException:
+            for region in reserved:  # cancelled, but the thread had done it
+                self._arena.recycle(region)
+            raise
+        return _RegionLanding(self._arena, self._workers, reserved[0], size_bytes)
+
     def _store(self, key: str, parts: Sequence[BytesLike], *, replace: bool) -> None:
         views, size_bytes = flat_views(key, parts)
         region = self._arena.reserve(size_bytes)
@@ -178,6 +192,21 @@ class MemoryStore(ZarrFace):
         except UsageError as error:
             raise self._missing(key) from error  # dropped while it was being mapped
         return _cut(contents, key, start, length)
+
+    async def look(self, key: str, start: int = 0, length: int | None = None) -> Sight:
+        """Return a view of the mapping, and with it what tells whether it is still the same object."""
+        header = self._found(key).header
+        if header is None:
+            raise self._missing(key)
+        if length == 0 and start <= header.length:
+            view = memoryview(b"")  # nothing to map
+        else:
+            view = await self.fetch(key, start, length)
+        # In this order: a view of the object that replaced it is not taken for one of it.
+        if self._arena.read_only or not self._arena.unchanged(header):
+            size_bytes = start + view.nbytes if length is None else header.length
+            return Sight(view, size_bytes, 0, lambda: self._arena.read_only)
+        return Sight(view, header.length, header.serial or 1, lambda: self._arena.unchanged(header))
 
     async def _read(self, key: str, start: int, length: int | None) -> memoryview:
         return await self._workers.run(lambda: self._copy_out(key, start, length))
@@ -231,6 +260,35 @@ class MemoryStore(ZarrFace):
         keys = await self._workers.run(self._arena.keys)
         for name in sorted({key[len(below) :].split("/", 1)[0] for key in keys if key.startswith(below)}):
             yield name
+
+
+class _RegionLanding:
+    """A reserved region that becomes an object."""
+
+    def __init__(self, arena: Arena, workers: Workers, region: Region, size_bytes: int) -> None:
+        self._arena = arena
+        self._workers = workers
+        self._region: Region | None = region
+        self._size_bytes = size_bytes
+        self.buffer = region.payload[:size_bytes]
+
+    async def publish(self, key: str, *, replace: bool) -> None:
+        region = self._region
+        assert region is not None, "a landing is published once"
+        try:
+            await self._workers.run(lambda: self._publish(region, key, replace))
+        finally:
+            if region.state is not RegionState.RESERVED:
+                self._region, self.buffer = None, memoryview(b"")
+
+    def _publish(self, region: Region, key: str, replace: bool) -> None:
+        self._arena.publish(region, key, self._size_bytes, replace=replace)
+
+    def discard(self) -> None:
+        region, self._region = self._region, None
+        self.buffer = memoryview(b"")
+        if region is not None:
+            self._arena.recycle(region)
 
 
 def _cut(contents: memoryview, key: str, start: int, length: int | None) -> memoryview:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from stepwell.config import Config, DirectoryTier, MemoryTier, PluginTier, load_config, show_config
+from stepwell.config import (
+    Config,
+    DirectoryTier,
+    MemoryTier,
+    PeerTier,
+    PluginTier,
+    RemoteTier,
+    load_config,
+    show_config,
+)
 from stepwell.config import faults as config_faults
 from stepwell.config.presets import PRESETS
 from stepwell.errors import ConfigError
@@ -39,13 +49,67 @@ def test_a_file_url_names_the_same_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "what"),
     [
-        ("s3://bucket/run", "not s3:"),
+        ("s3://Bucket/run", "no name of a bucket"),
+        ("s3://key:secret@bucket/run", "holds no credentials"),
+        ("s3://bucket/run?x=1", "no query"),
+        ("s3://bucket/../run", "'..' is no name"),
+        ("s3://", "no name of a bucket"),
         ("file://elsewhere/run", "names no other machine"),
         ("", "must not be empty"),
     ],
 )
 def test_a_url_that_cannot_be_opened_says_so(source: str, what: str) -> None:
     assert what in "".join(faults_of(source))
+
+
+def test_a_url_opens_with_memory_and_object_storage() -> None:
+    config = load_config("s3://bucket/runs/night/")
+    assert [tier.label for tier in config.tiers] == ["memory", "remote"]
+    assert config.remote == RemoteTier(url="s3://bucket/runs/night")
+    assert load_config("gs://bucket").remote == RemoteTier(url="gs://bucket")
+    assert load_config("s3://bucket/run.yaml").remote == RemoteTier(url="s3://bucket/run.yaml")
+
+
+def test_the_tiers_of_the_documentation_load(repository: Path, tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", (repository / "docs/durability.md").read_text(), re.DOTALL)
+    (tmp_path / "run.yaml").write_text(block)
+    config = load_config(tmp_path / "run.yaml")
+    assert config.remote is not None
+    assert config.remote.options.bytes_per_s_max == 2e8
+    (tmp_path / "shown.yaml").write_text(show_config(config))
+    assert load_config(tmp_path / "shown.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("tier", "what"),
+    [
+        ({}, "tiers.0.url: missing"),
+        ({"url": "bucket/run"}, "tiers.0.url: bucket/run: not a URL"),
+        ({"url": "file:///x"}, "tiers.0.url: file:///x: a file: URL is a directory tier"),
+        ({"url": "s3://b@d/run"}, "tiers.0.url: s3://...: a URL holds no credentials"),
+        ({"url": "s3://bucket/a//b"}, "tiers.0.url: s3://bucket/a//b: key 'a//b' is refused"),
+        ({"url": "s3://bucket", "endpoint": "http://10.0.0.1:9000"}, "http is allowed to this machine alone"),
+        ({"url": "s3://bucket", "endpoint": "minio"}, "is no URL of a service"),
+        ({"url": "s3://bucket", "endpoint": "https://k:s@host"}, "holds no credentials"),
+        ({"url": "s3://bucket", "secret_key": "x"}, "tiers.0.secret_key: no such key"),
+        ({"url": "s3://bucket", "byte_per_s_max": 1}, 'did you mean "bytes_per_s_max"?'),
+        ({"url": "s3://bucket", "requests_max": 0}, "tiers.0.requests_max: should be greater than"),
+        ({"url": "s3://bucket", "put_bytes_max": 6 << 30}, "tiers.0.put_bytes_max: should be less than"),
+    ],
+)
+def test_a_remote_tier_says_what_is_wrong(tier: dict[str, object], what: str) -> None:
+    lines = faults_of({"tiers": [{"kind": "remote", **tier}]})
+    assert lines[0] == "1 fault in the configuration:"
+    assert what in lines[1]
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["https://minio.example:9000", "http://127.0.0.1:1", "http://localhost", "http://[::1]:5"]
+)
+def test_an_endpoint_is_encrypted_or_on_this_machine(endpoint: str) -> None:
+    config = load_config({"tiers": [{"kind": "remote", "url": "s3://bucket", "endpoint": endpoint}]})
+    assert config.remote is not None
+    assert config.remote.endpoint == endpoint
 
 
 def test_a_colon_in_a_plain_name_is_no_scheme(tmp_path: Path) -> None:
@@ -362,3 +426,21 @@ def test_a_tier_may_have_its_own_error_policy() -> None:
         {"on_error": "retry", "tiers": [{"kind": "memory", "on_error": "degrade"}, TIERS[1]]}
     )
     assert [config.error_policy(tier) for tier in config.tiers] == ["degrade", "retry"]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.2:7070", ["10.0.0.2:7070", "[fd00::2]:7071"]])
+def test_a_peer_has_one_address_or_several(address: object) -> None:
+    config = load_config({"tiers": [{"kind": "memory"}, {"kind": "peer", "address": address}]})
+    tier = config.tiers[1]
+    assert isinstance(tier, PeerTier)
+    assert tier.addresses[0] == ("10.0.0.2", 7070)
+    assert len(tier.addresses) == (1 if isinstance(address, str) else 2)
+    assert config.error_policy(tier) == "degrade"
+
+
+@pytest.mark.parametrize(
+    "address", ["", "10.0.0.2", "10.0.0.2:", ":7070", "a:70000", "http://a:1", "fd00::2:1", []]
+)
+def test_what_is_no_address_is_refused(address: object) -> None:
+    (line,) = faults_of({"tiers": [{"kind": "peer", "address": address}]})[1:]
+    assert "address" in line

@@ -54,6 +54,13 @@ class Told:
     def unprotected(self, step: int) -> None:
         self.events.append(("unprotected", step))
 
+    def give_up(self, tier: Tier, error: BaseException) -> bool:
+        self.events.append(("give up", -1, tier.name, str(error)))
+        return False
+
+    def back(self, tier: Tier, reason: str) -> None:
+        self.events.append(("back", -1, tier.name, reason))
+
     def kinds(self, step: int) -> list[object]:
         return [event[0] for event in self.events if event[1] == step]
 

@@ -1,0 +1,1 @@
+"""The keeper: a process that holds what other nodes send, in memory that outlives it."""

@@ -1,0 +1,152 @@
+"""Serving an arena to the other nodes of a run, until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepwell.errors import ConfigError, NoSpaceError
+from stepwell.keeper.record import KeeperRecord
+from stepwell.stores.arena import Arena
+from stepwell.stores.memory import MemoryStore
+from stepwell.stores.transport.secret import RunSecret
+from stepwell.stores.transport.server import PeerServer
+from stepwell.stores.transport.settings import Identity, Limits
+from stepwell.stores.transport.tls import MutualTls
+
+__all__ = ["ARENA_NAME", "KeeperOptions", "default_directory", "keep"]
+
+ARENA_NAME = "held"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperOptions:
+    """What a keeper is started with.
+
+    Attributes
+    ----------
+    run : str
+        Name of the run, as its configuration has it.
+    name : str
+        Of this node.
+    hosts : sequence of str
+        Addresses to listen on.
+    port : int
+        0 for any free one.
+    directory : Path
+        In a memory file system; the arena lies in it, and outlives the keeper.
+    secret : RunSecret or None
+    tls : MutualTls or None
+    budget_bytes : int or None
+        Most bytes that are held; None: as the file system has room.
+    """
+
+    run: str
+    name: str
+    hosts: Sequence[str]
+    port: int
+    directory: Path
+    secret: RunSecret | None = None
+    tls: MutualTls | None = None
+    budget_bytes: int | None = None
+
+
+def default_directory(run: str, name: str) -> Path:
+    """Return where a keeper's arena lies if nothing is said.
+
+    Raises
+    ------
+    ConfigError
+        This machine has no ``/dev/shm``.
+    """
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(f"this machine has no {SHARED_MEMORY}; name a directory in a memory file system")
+    identity = hashlib.sha256(f"{run}\0{name}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return SHARED_MEMORY / f"stepwell-{os.getuid()}" / f"keeper-{identity}"
+
+
+async def keep(options: KeeperOptions, ready: Callable[[KeeperRecord], None]) -> None:
+    """Serve until SIGTERM or SIGINT; what is held stays for the next life.
+
+    Parameters
+    ----------
+    options : KeeperOptions
+    ready : callable
+        Told once peers can connect.
+
+    Raises
+    ------
+    LockedError
+        Another living keeper has the arena.
+    UsageError
+        The arena is of another run.
+    ConfigError
+        It would listen beyond this machine with nothing that proves who connects.
+    StoreError
+        It cannot listen, or not write its directory.
+    """
+    session = secrets.randbits(64)
+    identity = Identity(options.run, options.name, session, secret=options.secret, tls=options.tls)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    with Arena.open(options.directory / ARENA_NAME, run=options.run) as arena:
+        store = MemoryStore(arena)
+        server = PeerServer(
+            store,
+            identity,
+            hosts=options.hosts,
+            port=options.port,
+            limits=Limits(),
+            admit=_Budget(arena, options.budget_bytes),
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stopped.set)
+        try:
+            async with server:
+                record = KeeperRecord(
+                    run=options.run,
+                    name=options.name,
+                    session=f"{session:016x}",
+                    pid=os.getpid(),
+                    addresses=tuple(_text(host, port) for host, port in server.addresses),
+                    budget_bytes=options.budget_bytes,
+                )
+                record.write(options.directory)
+                ready(record)
+                await stopped.wait()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+            store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """Refuses what would be more than is to be held, before a byte of it is sent."""
+
+    arena: Arena
+    budget_bytes: int | None
+
+    def __call__(self, key: str, size_bytes: int) -> None:
+        if self.budget_bytes is None:
+            return
+        used_bytes = self.arena.used_bytes
+        if used_bytes + size_bytes > self.budget_bytes:
+            raise NoSpaceError(
+                f"{key!r} needs {size_bytes} bytes; of the {self.budget_bytes} that this keeper may hold "
+                f"{used_bytes} are used: raise its budget, or lower `keep` of the peer tier"
+            )
+        if used_bytes + self.arena.free_bytes + size_bytes > self.budget_bytes:
+            # Files that wait to be used again may be too small, and then a new one comes beside them.
+            self.arena.trim(self.budget_bytes - used_bytes - size_bytes)
+
+
+def _text(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
