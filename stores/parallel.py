@@ -24,11 +24,12 @@ from stepwell.stores.threads import Workers
 from stepwell.stores.transport.base import Place, Stat
 from stepwell.stores.transport.fetching import fresh_memory
 from stepwell.stores.transport.outcome import GoneError
-from stepwell.stores.transport.sharing import Settle, Share, Worker, cut, share_out
+from stepwell.stores.transport.sharing import Settle, Share, Worker, cut, part_for, share_out
 
 __all__ = ["copy_to", "fetch_from"]
 
-_PART_BYTES = 8 << 20
+_PART_BYTES_MAX = 8 << 20
+_ROUNDS = 16  # ranges for each way of each peer: the last one costs a sixteenth at most
 _PER_PEER = 2  # ranges asked of one peer at a time: one travels while the next is asked for
 _ATTEMPTS_MAX = 2  # on top of the transport's own: here another peer is the better answer
 _BACKOFF_S = 0.05
@@ -43,7 +44,7 @@ async def copy_to(
     copies: int,
     slow_s: float = 2.0,
 ) -> tuple[PeerStore, ...]:
-    """Store an object with so many of `peers`, and return those that have it.
+    """Store an object with so many of `peers`, and return those that have it, in the same order.
 
     Parameters
     ----------
@@ -94,7 +95,7 @@ async def copy_to(
             task.cancel()
     if len(holders) < copies:
         raise _all_failed(f"{key!r} has {len(holders)} copies of {copies}", failed) from failed[-1]
-    return tuple(holders)
+    return tuple(peer for peer in peers if any(peer is holder for holder in holders))
 
 
 async def _fault(work: Awaitable[object]) -> StoreError | None:
@@ -118,7 +119,6 @@ async def fetch_from(
     *,
     place: Place | None = None,
     digest: bytes | None = None,
-    part_bytes: int = _PART_BYTES,
     slow_s: float = 2.0,
     deadline_s: float = 600.0,
 ) -> memoryview:
@@ -133,8 +133,6 @@ async def fetch_from(
     digest : bytes, optional
         xxh3-128 of what is wanted; peers with anything else under this key are left alone. If not
         given, those count that have the same as the peer that answers first.
-    part_bytes : int
-        How large a range is asked of one peer at a time.
     slow_s : float
         A range that takes longer is also asked of another peer.
     deadline_s : float
@@ -152,7 +150,7 @@ async def fetch_from(
         raise UsageError(f"{key!r} cannot be fetched from no peer")
     try:
         async with asyncio.timeout(deadline_s):
-            return await _Fetch(peers, key, digest).run(place or fresh_memory, part_bytes, slow_s)
+            return await _Fetch(peers, key, digest).run(place or fresh_memory, slow_s)
     except TimeoutError as error:
         raise TransientStoreError(
             f"{key!r} did not come from {len(peers)} peers in {deadline_s:g} s"
@@ -167,11 +165,11 @@ class _Fetch:
         self._key = key
         self._digest = digest
 
-    async def run(self, place: Place, part_bytes: int, slow_s: float) -> memoryview:
+    async def run(self, place: Place, slow_s: float) -> memoryview:
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(self._ask(peer)) for peer in self._peers]
             try:
-                memory, wanted = await self._gather(asked, place, part_bytes, slow_s)
+                memory, wanted = await self._gather(asked, place, slow_s)
                 fault: Exception | None = None
             except Exception as error:  # raised below: a group would wrap it
                 fault = error
@@ -186,19 +184,19 @@ class _Fetch:
         self,
         asked: Sequence[asyncio.Task[Stat | StepwellError]],
         place: Place,
-        part_bytes: int,
         slow_s: float,
     ) -> tuple[memoryview, Stat]:
         """Begin with the peer that answers first; the others join as they answer."""
         wanted = await self._first(asked)
-        memory = place(wanted.size_bytes)
+        size_bytes = wanted.size_bytes
+        memory = place(size_bytes)
         workers = [
             Worker(partial(self._bring, peer, memory, answer), partial(self._same, peer, answer, wanted))
             for peer, answer in zip(self._peers, asked, strict=True)
             for _ in range(_PER_PEER)
         ]
         await share_out(
-            cut(0, wanted.size_bytes, part_bytes),
+            cut(0, size_bytes, part_for(size_bytes, len(workers), _PART_BYTES_MAX, rounds=_ROUNDS)),
             workers,
             attempts_max=_ATTEMPTS_MAX,
             backoff_s=_BACKOFF_S,

@@ -21,7 +21,7 @@ from stepwell.stores.transport.frames import Flag, Frame, FrameError, Kind, fres
 from stepwell.stores.transport.lanes import Address, Lanes
 from stepwell.stores.transport.outcome import ERROR_TEXT_BYTES_MAX
 from stepwell.stores.transport.settings import Identity, Limits
-from stepwell.stores.transport.sharing import Share, cut
+from stepwell.stores.transport.sharing import Share
 
 __all__ = ["TcpTransport"]
 
@@ -94,7 +94,7 @@ class TcpTransport(Transport):
         upload = Frame(Kind.BEGIN, key, fresh_operation(), total=size_bytes, flags=flags)
         await self._exchange.retried(lambda: self._exchange.told(upload))
         try:
-            await self._send_shares(upload, views, cut(0, size_bytes, self._limits.part_bytes))
+            await self._send_shares(upload, views, self._exchange.cut(0, size_bytes))
             await self._exchange.retried(lambda: self._exchange.told(replaced(upload, kind=Kind.COMMIT)))
         except StepwellError:
             with suppress(StepwellError, TimeoutError):
@@ -125,7 +125,7 @@ class TcpTransport(Transport):
 
         async def bring() -> None:
             await self._exchange.retried(lambda: self._exchange.told(upload))
-            await self._send_shares(upload, views, cut(start, start + part_bytes, self._limits.part_bytes))
+            await self._send_shares(upload, views, self._exchange.cut(start, start + part_bytes))
 
         await self._exchange.within(part_bytes, f"put a share of {key!r}", bring())
 

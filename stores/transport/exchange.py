@@ -14,7 +14,7 @@ from stepwell.stores.transport.frames import Frame, FrameError, Kind, Status, pa
 from stepwell.stores.transport.lanes import Lanes
 from stepwell.stores.transport.outcome import ERROR_TEXT_BYTES_MAX, GoneError, error_of
 from stepwell.stores.transport.settings import Identity, Limits
-from stepwell.stores.transport.sharing import Bring, Share, Worker, share_out
+from stepwell.stores.transport.sharing import Bring, Share, Worker, cut, part_for, share_out
 
 __all__ = ["Exchange"]
 
@@ -103,6 +103,11 @@ class Exchange:
     async def call(self, size_bytes: int, what: str, request: Callable[[], Awaitable[T]]) -> T:
         """Do `request` until it works, within the deadline of `size_bytes`."""
         return await self.within(size_bytes, what, self.retried(request))
+
+    def cut(self, start: int, end: int) -> list[Share]:
+        """Cut a range into parts for all connections."""
+        size_bytes = end - start
+        return cut(start, end, part_for(size_bytes, self.lanes.count_max, self.limits.part_bytes))
 
     async def share_out(self, shares: Sequence[Share], bring: Bring) -> None:
         """Let all connections bring `shares`; see ``sharing``."""

@@ -13,7 +13,7 @@ from stepwell.stores.transport.channel import Channel
 from stepwell.stores.transport.exchange import Exchange
 from stepwell.stores.transport.frames import WHOLE, Flag, Frame, FrameError, Kind, fresh_operation
 from stepwell.stores.transport.outcome import GoneError
-from stepwell.stores.transport.sharing import Share, cut
+from stepwell.stores.transport.sharing import Share
 
 __all__ = ["Fetching", "fresh_memory"]
 
@@ -27,7 +27,8 @@ class Fetching:
     """One ``Transport.get``.
 
     The first part tells how large the object is and which generation; the rest then comes over all
-    connections at once, of that generation and no other.
+    connections at once, of that generation and no other. A slow connection is overtaken from there on;
+    the first part waits for its own as long as bytes move, or the deadline for progress.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Fetching:
         self._length = length
         self._place = place
         self._expected = expected
+        self._first_bytes = exchange.limits.inline_bytes
         self._memory: memoryview | None = None
         self._extend: Callable[[int], None] = lambda size_bytes: None
 
@@ -73,10 +75,12 @@ class Fetching:
             fresh_operation(),
             offset=self._start,
             length=length,
-            total=self._exchange.limits.part_bytes,
+            total=self._first_bytes,
             generation=generation,
             flags=Flag.FIRST_PART,
         )
+        # Next time, if there is one, in as few pieces as can be: somebody may be replacing the object.
+        self._first_bytes = self._exchange.limits.part_bytes
         async with self._exchange.asked(request) as (channel, answer):
             memory, generation = self._room_for(answer), answer.generation
             landed = await self._land_all(channel, request, answer, memory)
@@ -135,8 +139,7 @@ class Fetching:
             return (lambda: np.copyto(np.asarray(target), np.asarray(landing))) if again else None
 
         end = self._start + memory.nbytes
-        shares = cut(self._start + landed, end, self._exchange.limits.part_bytes)
-        await self._exchange.share_out(shares, fetch)
+        await self._exchange.share_out(self._exchange.cut(self._start + landed, end), fetch)
 
     def _unasked(self, what: str) -> FrameError:
         return FrameError(

@@ -24,6 +24,8 @@ T = TypeVar("T")
 _WRITES = frozenset({Kind.PUT, Kind.BEGIN, Kind.PART, Kind.COMMIT, Kind.DELETE, Kind.DELETE_BELOW})
 _BELOW = frozenset({Kind.LIST, Kind.DELETE_BELOW})  # their key is a prefix
 _PAGE_BYTES = 4 << 20
+_COPIED_BYTES_MAX = 1 << 20  # 50 us; a writer that replaces objects of this size is not lost against
+_LOOKS_MAX = 8
 _DIGEST_SLICE_BYTES = 64 << 20
 
 
@@ -217,12 +219,8 @@ class Serving:
     # -- reading ------------------------------------------------------------------------------
 
     async def _get(self, request: Frame) -> None:
-        sight = await self._sight(request)
-        if request.generation and sight.generation != request.generation:
-            raise _Refused(Outcome(Status.CHANGED, f"{request.key!r} was replaced meanwhile"))
+        sight = await self._steady_sight(request)
         view = sight.view
-        if request.flags & Flag.FIRST_PART and sight.generation:
-            view = view[: request.total]
         step = self._shelf.limits.part_bytes
         for start in range(0, max(view.nbytes, 1), step):
             piece = view[start : start + step]
@@ -235,6 +233,22 @@ class Serving:
                 flags=Flag.LAST if last else Flag.NONE,
             )
             await self._channel.send_parts(frame, [piece] if piece.nbytes else [], sight.valid)
+
+    async def _steady_sight(self, request: Frame) -> Sight:
+        """Look at what is to be sent; a small piece is copied, so that no writer spoils it on its way."""
+        for _ in range(_LOOKS_MAX):
+            sight = await self._sight(request)
+            if request.generation and sight.generation != request.generation:
+                break
+            view = sight.view
+            if request.flags & Flag.FIRST_PART and sight.generation:
+                view = view[: request.total]
+            if view.nbytes > _COPIED_BYTES_MAX:
+                return Sight(view, sight.size_bytes, sight.generation, sight.valid)
+            copy = memoryview(bytes(view))
+            if sight.valid():
+                return Sight(copy, sight.size_bytes, sight.generation, lambda: True)
+        raise _Refused(Outcome(Status.CHANGED, f"{request.key!r} was replaced meanwhile"))
 
     async def _sight(self, request: Frame) -> Sight:
         length = None if request.length == WHOLE else request.length

@@ -73,7 +73,7 @@ class Limits:
     connection_count : int
         Connections to one address at once.
     part_bytes : int
-        A larger object is cut, and its parts go over all connections at once.
+        Largest part of an object that is cut, whose parts go over all connections at once.
     inline_bytes : int
         A smaller object goes in one frame, unasked.
     frame_bytes_max : int
@@ -99,7 +99,7 @@ class Limits:
     attempts_max: int = 3
     backoff_s: float = 0.05
     connection_count: int = 2
-    part_bytes: int = 8 << 20
+    part_bytes: int = 32 << 20
     inline_bytes: int = 1 << 20
     frame_bytes_max: int = 64 << 20
     unauthenticated_count_max: int = 16

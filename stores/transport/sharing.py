@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from stepwell.errors import StepwellError, TransientStoreError
 from stepwell.stores.transport.outcome import GoneError
 
-__all__ = ["Bring", "Settle", "Share", "Worker", "cut", "share_out"]
+__all__ = ["Bring", "Settle", "Share", "Worker", "cut", "part_for", "share_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,19 @@ class Worker:
 
 
 _Result = Settle | None | StepwellError
+
+
+_PART_BYTES_MIN = 1 << 20
+
+
+def part_for(size_bytes: int, ways: int, part_bytes_max: int, *, rounds: int = 4) -> int:
+    """Return how large the parts of an object should be.
+
+    A part costs about 0.3 ms, whatever its size (32 MiB parts take 20 % less processor time than
+    8 MiB); but each of `ways` should have about `rounds` of them, so that all are busy to the end.
+    """
+    even = -(-size_bytes // max(1, ways * rounds))
+    return min(part_bytes_max, max(_PART_BYTES_MIN, even))
 
 
 def cut(start: int, end: int, part_bytes: int) -> list[Share]:

@@ -14,7 +14,7 @@ __all__ = ["Hasher", "Wire"]
 
 # What one system call moves at most. The loop serves others in between, and what was just moved is
 # still in the cache when its checksum is taken.
-_SLICE_BYTES = 1 << 20
+_SLICE_BYTES = 2 << 20
 _STAGING_BYTES = 64 << 10  # headers and what comes behind them; larger things land in their place
 # While more than this is missing, the loop is woken for no less: 10 to 25 % less processor time on
 # loopback, on a machine that others kept busy. A peer so slow that it does not bring as much within

@@ -103,7 +103,7 @@ async def test_a_stopped_peer_does_not_hold_up_the_copies(
 async def test_ranges_come_from_all_peers(peers: list[PeerStore]) -> None:
     await copy_to(peers, "k", [CONTENT], copies=3)
     memory = bytearray(len(CONTENT))
-    got = await fetch_from(peers, "k", place=lambda size: memoryview(memory), part_bytes=PART_BYTES)
+    got = await fetch_from(peers, "k", place=lambda size: memoryview(memory))
     assert got.readonly
     assert memory == CONTENT
 
@@ -134,7 +134,6 @@ async def test_a_peer_lost_in_the_middle_is_made_up_for(
             [striking, *far_peers[1:]],
             "k",
             place=lambda size: memoryview(memory),
-            part_bytes=PART_BYTES,
             slow_s=0.2,
         )
     finally:
@@ -156,7 +155,7 @@ async def test_peers_without_it_or_with_another_take_no_part(peers: list[PeerSto
     await peers[1].put("k", [bytes(len(CONTENT))])
     digest = xxhash.xxh3_128_digest(CONTENT)
     for order in (peers, peers[::-1]):
-        assert bytes(await fetch_from(order, "k", digest=digest, part_bytes=PART_BYTES)) == CONTENT
+        assert bytes(await fetch_from(order, "k", digest=digest)) == CONTENT
     with pytest.raises(StoreError, match="another object"):
         await fetch_from(peers, "k", digest=bytes(16))
 

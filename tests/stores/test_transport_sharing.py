@@ -6,7 +6,7 @@ import pytest
 
 from stepwell.errors import NoSpaceError, PermanentStoreError, TransientStoreError
 from stepwell.stores.transport.outcome import GoneError
-from stepwell.stores.transport.sharing import Bring, Settle, Share, Worker, cut, share_out
+from stepwell.stores.transport.sharing import Bring, Settle, Share, Worker, cut, part_for, share_out
 
 SHARES = cut(0, 100, 10)
 
@@ -34,6 +34,14 @@ def failing(error: Exception, count: list[int]) -> Bring:
 def test_cut() -> None:
     assert cut(3, 25, 10) == [Share(3, 10), Share(13, 10), Share(23, 2)]
     assert cut(5, 5, 10) == []
+
+
+def test_parts_are_neither_tiny_nor_too_few() -> None:
+    mib = 1 << 20
+    assert part_for(10 * mib, 2, 32 * mib) == -(-10 * mib // 8)
+    assert part_for(3 * mib, 2, 32 * mib) == mib
+    assert part_for(1 << 40, 2, 32 * mib) == 32 * mib
+    assert part_for(0, 0, 5) == 5
 
 
 async def test_every_share_is_brought_once() -> None:
