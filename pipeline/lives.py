@@ -55,6 +55,7 @@ class Lives:
             environment=self._environment,
         )
         for tier in runner.tiers:
+            tier.store.begin_life(record.incarnation)
             if tier.lost is not None:
                 continue
             try:

@@ -115,6 +115,9 @@ class ObjectStore(Store):
         """
         return None
 
+    def begin_life(self, incarnation: str) -> None:
+        """Write as this incarnation of the run from now on; stores that are shared refuse older ones."""
+
     def fall_behind(self) -> None:
         """Run this store's own threads behind the training from now on; most stores have none.
 

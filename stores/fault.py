@@ -156,6 +156,15 @@ class FaultStore(ZarrFace):
         assert isinstance(inner, ObjectStore)
         return FaultStore(inner, self.seed, self.plan, kill_at=self._kill_at, sleep=self._sleep)
 
+    @property
+    def life(self) -> object:
+        """That of the store behind it."""
+        return self.inner.life
+
+    def begin_life(self, incarnation: str) -> None:
+        """Tell the store behind it."""
+        self.inner.begin_life(incarnation)
+
     def fall_behind(self) -> None:
         """Run the threads of the store behind it behind the training."""
         self.inner.fall_behind()

@@ -116,6 +116,10 @@ class PeerStore(ZarrFace):
         """Return another store on the same connections."""
         return PeerStore(self._link.transport, read_only=read_only)
 
+    def begin_life(self, incarnation: str) -> None:
+        """Write as this incarnation; the peer refuses earlier ones from its first write on."""
+        self._link.transport.begin_life(incarnation)
+
     @property
     def life(self) -> object:
         """The session of the peer that answered last."""

@@ -55,6 +55,10 @@ __all__ = ["assemble"]
 
 LOCK_NAME = ".stepwell.lock"
 
+# Of a packed base on object storage. With 8 requests at a time 512 MiB of memory, and a put of about a
+# second at the 50 to 100 MB/s that services give one connection.
+_UPLOAD_BYTES_MAX = 64 << 20
+
 
 def assemble(
     source: str | os.PathLike[str] | Mapping[str, object] | Config,
@@ -114,6 +118,11 @@ def assemble(
                     retries=0 if isinstance(tier, PeerTier | RemoteTier) else RETRIES,
                     # A lossy log does not lead to the bits of a base, so every tier has all of them.
                     bases=BaseShare(tier.log_budget if tiers and choices is None else 0.0, config.base_every),
+                    packed=isinstance(tier, DirectoryTier | RemoteTier) and tier.layout == "pack",
+                    # Each upload is in memory once more, and several at a time are faster than one.
+                    data_bytes_max=min(tier.put_bytes_max, _UPLOAD_BYTES_MAX)
+                    if isinstance(tier, RemoteTier)
+                    else None,
                 )
             )
         session = Session(

@@ -66,6 +66,10 @@ class Transport(ABC):
         """Which life of the peer answered last; None before the first answer."""
 
     @abstractmethod
+    def begin_life(self, incarnation: str) -> None:
+        """Send what follows as this incarnation of the run; from any thread."""
+
+    @abstractmethod
     async def put(self, key: str, parts: Sequence[BytesLike], *, replace: bool = True) -> None:
         """Store the concatenation of `parts`; with ``replace=False`` only if `key` is absent.
 

@@ -70,6 +70,10 @@ class TcpTransport(Transport):
         """Which life of the peer answered last."""
         return self._lanes.session
 
+    def begin_life(self, incarnation: str) -> None:
+        """Send what follows as this incarnation of the run."""
+        self._exchange.begin_life(incarnation)
+
     async def close(self) -> None:
         """End all idle connections."""
         await self._lanes.close()

@@ -38,6 +38,10 @@ class Exchange:
         self._own_session = identity.session
         self._incarnation = parse_incarnation(identity.incarnation)
 
+    def begin_life(self, incarnation: str) -> None:
+        """Let the frames that follow name this incarnation."""
+        self._incarnation = parse_incarnation(incarnation)
+
     @property
     def where(self) -> str:
         """The peer, for messages."""

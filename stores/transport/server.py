@@ -132,6 +132,11 @@ class PeerServer:
         """Large objects on their way."""
         return 0 if self._shelf is None else len(self._shelf.uploads)
 
+    def continue_from(self, incarnation: str) -> None:
+        """Take writes from this incarnation and later ones, as if it had written last."""
+        assert self._shelf is not None, "not serving"
+        self._shelf.takes_from(parse_incarnation(incarnation))
+
     def seal_below(self, counter: int) -> None:
         """Take no writes any more from incarnations of the run with a lower counter."""
         assert self._shelf is not None, "not serving"

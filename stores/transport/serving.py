@@ -94,12 +94,12 @@ class Serving:
             raise _Refused(Outcome(Status.STALE_SESSION, "the request is meant for an earlier session"))
         if request.kind is Kind.ANSWER:
             raise _Refused(Outcome(Status.PERMANENT, "an answer is no request"))
-        if request.kind in _WRITES and self._shelf.is_sealed(request.incarnation):
+        if request.kind in _WRITES and not self._shelf.takes_from(request.incarnation):
             raise _Refused(
                 Outcome(
                     Status.SEALED,
-                    f"incarnation {request.incarnation[0]} of the run is over: this node takes nothing "
-                    f"of it any more",
+                    f"incarnation {request.incarnation[0]} of the run is over, or there is another: "
+                    "this node takes nothing of it any more",
                 )
             )
         try:

@@ -52,6 +52,7 @@ class Shelf:
         self.workers = Workers("stepwell-transport", 1)
         self._admit = admit
         self._sealed_below = 0
+        self._newest: Incarnation = (0, 0)
         # Futures, not results: a request repeated over a new connection meets its first self at work.
         self._done: OrderedDict[int, asyncio.Future[Outcome]] = OrderedDict()
 
@@ -69,9 +70,18 @@ class Shelf:
         """Take nothing any more of incarnations with a lower counter; never goes back."""
         self._sealed_below = max(self._sealed_below, counter)
 
-    def is_sealed(self, incarnation: Incarnation) -> bool:
-        """Say whether an incarnation is over."""
-        return incarnation[0] < self._sealed_below
+    def takes_from(self, incarnation: Incarnation) -> bool:
+        """Say whether an incarnation may write; one that may ends all that came before it.
+
+        Of two with one counter the first to write is the run's.
+        """
+        counter = incarnation[0]
+        if counter < self._sealed_below:
+            return False
+        if counter > self._newest[0]:
+            self._newest = incarnation
+            self.seal_below(counter)
+        return incarnation == self._newest
 
     # -- once ---------------------------------------------------------------------------------
 

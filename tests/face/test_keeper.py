@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from failure_rig import PATIENCE_S, Bits, Job, uninterrupted
 from keeper_rig import RUN, Node, make_secret
 
@@ -187,6 +188,44 @@ def test_run_opens_without_its_peer_and_says_so(start: Start, memory_directory: 
     refusing = config_of(memory_directory / "own", node.tier(on_error="raise"), _directory(memory_directory))
     with pytest.raises(stepwell.TransientStoreError):
         opened(refusing, Job())
+
+
+def test_life_that_was_followed_by_another_acknowledges_nothing_more(
+    start: Start, memory_directory: Path
+) -> None:
+    """A node that was cut off goes on training beside the run that was restored from its peer."""
+    node = start("peer")
+    wanted = uninterrupted(6)
+    second_job, first_job = Job(seed=99), Job()
+    first = opened(config_of(memory_directory / "one", node.tier(on_error="raise")), first_job)
+    for step in range(3):
+        saved(first, first_job, step, "peer")
+    drawn = torch.get_rng_state()
+    second = opened(config_of(memory_directory / "two", node.tier()), second_job)
+    back = second.restore()
+    assert back is not None
+    assert back.step == 2
+    saved(second, second_job, 3, "peer")
+    follower = torch.get_rng_state()
+    torch.set_rng_state(drawn)
+    with pytest.raises(PermanentStoreError, match="incarnation 1 of the run is over"):
+        saved(first, first_job, 3, "peer")
+    node.stop(signal.SIGKILL)
+    node.start()  # it remembers whose run it is
+    first_job.step()
+    with pytest.raises(PermanentStoreError, match="is over"):
+        first.save(4)
+    with pytest.raises(PermanentStoreError, match="is over"):
+        first.save(4).until("peer", PATIENCE_S)
+    with pytest.raises(PermanentStoreError, match="is over"):
+        first.close()
+    torch.set_rng_state(follower)
+    saved(second, second_job, 4, "peer")
+    second.close()
+    again, bits = restored(config_of(memory_directory / "three", node.tier()))
+    assert again is not None
+    assert (again.step, again.exact) == (4, True)
+    assert bits == wanted[4]
 
 
 def test_wrong_secret_is_an_error_at_the_start(start: Start, memory_directory: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 OnError = Literal["raise", "degrade", "retry"]
+BaseLayout = Literal["tree", "pack"]
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
@@ -92,10 +93,14 @@ class DirectoryTier(_Tier):
     ----------
     path : str
         A plain path or a ``file:`` URL; made absolute when the configuration is loaded.
+    layout : "tree" or "pack"
+        Write bases as a zarr group with an object for each chunk and array, or as a few objects that zarr
+        opens through fsspec's ``reference://``.
     """
 
     kind: Literal["directory"] = "directory"
     path: str
+    layout: BaseLayout = "tree"
 
     @field_validator("path")
     @classmethod
@@ -130,10 +135,14 @@ class RemoteTier(_Tier):
         Larger objects are stored in parts. S3 takes 5 GiB in one piece.
     lease_s : float
         How long a run that another machine has open is believed to live without a sign of life.
+    layout : "tree" or "pack"
+        Write bases as a zarr group with an object for each chunk and array, or as a few objects that zarr
+        opens through fsspec's ``reference://``.
     """
 
     kind: Literal["remote"] = "remote"
     url: str
+    layout: BaseLayout = "tree"
     endpoint: str | None = None
     region: str | None = Field(default=None, pattern=r"^[a-z0-9-]{1,64}$")
     requests_max: int = Field(default=8, ge=1, le=256)

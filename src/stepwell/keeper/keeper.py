@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stepwell.errors import ConfigError, NoSpaceError
 from stepwell.keeper.record import KeeperRecord
+from stepwell.pipeline.keys import INCARNATION_PREFIX, parse_key
 from stepwell.stores.arena import Arena
 from stepwell.stores.memory import MemoryStore
 from stepwell.stores.transport.secret import RunSecret
@@ -118,6 +119,9 @@ async def keep(options: KeeperOptions, ready: Callable[[KeeperRecord], None]) ->
                     addresses=tuple(_text(host, port) for host, port in server.addresses),
                     budget_bytes=options.budget_bytes,
                 )
+                newest = _newest_incarnation(arena)
+                if newest is not None:
+                    server.continue_from(newest)
                 record.write(options.directory)
                 ready(record)
                 await stopped.wait()
@@ -146,6 +150,13 @@ class _Budget:
         if used_bytes + self.arena.free_bytes + size_bytes > self.budget_bytes:
             # Files that wait to be used again may be too small, and then a new one comes beside them.
             self.arena.trim(self.budget_bytes - used_bytes - size_bytes)
+
+
+def _newest_incarnation(arena: Arena) -> str | None:
+    """Return the newest life of the run that was begun in this memory: an older one must not write on."""
+    records = filter(lambda key: key.startswith(INCARNATION_PREFIX), arena.keys())
+    parsed = map(parse_key, records)
+    return max((key.incarnation for key in parsed if key is not None and key.incarnation), default=None)
 
 
 def _text(host: str, port: int) -> str:
