@@ -46,6 +46,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.codecs
 	$(BIN)/python -m benchmarks.derived
 	$(BIN)/python -m benchmarks.quality
+	$(BIN)/python -m benchmarks.remote
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,20 +6,24 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stepwell.errors import NotCommittedError, StepwellError, StoreError
+from stepwell.errors import DeadlineError, NotCommittedError, StepwellError, StoreError
 from stepwell.pipeline.jobs import BaseJob
 from stepwell.pipeline.keys import Series, pack_key
+from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack import HEADER_BYTES, PackIdentity, PackKind, finish_region
 from stepwell.pipeline.tier import Tier
 from stepwell.pipeline.workers import Workers
 from stepwell.pipeline.zarr_base import GroupPlan, export_base
+from stepwell.pipeline.zarr_pack import PackedPlan, export_packed
 from stepwell.stores.base import WriteItem
 
 if TYPE_CHECKING:
     from stepwell.pipeline.runner import Runner
 
 __all__ = ["BaseWriter"]
+
+READY_TIMEOUT_S = 600.0  # digests of earlier saves and proofs may be before it in their queue
 
 
 class BaseWriter:
@@ -29,6 +33,7 @@ class BaseWriter:
         self._runner = runner
         self._workers = workers
         self._plan: GroupPlan | None = None
+        self._packed_plans: dict[int | None, PackedPlan] = {}  # of the layout of `_plan`, by data_bytes_max
         self._packed: ObjectEntry | None = None  # the base at hand, once its region is a whole pack
 
     async def write(self, job: BaseJob, tiers: Sequence[Tier]) -> None:
@@ -36,9 +41,7 @@ class BaseWriter:
         published = False
         self._packed = None
         try:
-            await asyncio.wrap_future(job.ready)
-            header = await self._workers.run(job.header)
-            digest = await asyncio.wrap_future(job.digest)
+            header, digest = await self._captured(job)
             await self._workers.run(lambda: job.check(digest))
             header["digest"] = digest
             for tier in tiers:
@@ -61,14 +64,36 @@ class BaseWriter:
                     await self._commit(job, tier, objects, digest, life)
                 except StepwellError as error:
                     self._failed(job, tier, error)
-            for tier in self._runner.tiers:
-                if tier.lost is not None:
-                    await self._runner.presence.try_again(tier)
         except StepwellError as error:
             self._failed(job, None, error)
         finally:
             # In a worker: it may wait for a copy, and regions are unmapped here.
             await self._workers.run(lambda: job.release(published))
+        for tier in self._runner.tiers:
+            if tier.lost is not None:
+                await self._runner.presence.try_again(tier)
+
+    async def _captured(self, job: BaseJob) -> tuple[dict[str, object], object]:
+        """Wait for what is still copied and read in the background; return the header and the digest.
+
+        Raises
+        ------
+        DeadlineError
+            It does not end.
+        IntegrityError
+            Somebody wrote into what was copied.
+        """
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await asyncio.wrap_future(job.ready)
+                header = await self._workers.run(job.header)
+                return header, await asyncio.wrap_future(job.digest)
+        except TimeoutError as error:
+            if isinstance(error, StepwellError):
+                raise
+            raise DeadlineError(
+                f"base {job.link.step}: copy or digest did not end within {READY_TIMEOUT_S:g} s"
+            ) from None
 
     def _failed(self, job: BaseJob, tier: Tier | None, error: StepwellError) -> None:
         self._runner.failed(Series.BASE, job.link, tier, error, job.handle, beside=not job.alone)
@@ -104,14 +129,28 @@ class BaseWriter:
         run = job.payload[HEADER_BYTES : HEADER_BYTES + job.layout.size_bytes]
 
         def export() -> tuple[list[WriteItem], tuple[ObjectEntry, ...]]:
-            if self._plan is None or self._plan.layout.hash != job.layout.hash:
-                self._plan = GroupPlan(job.layout)
-            written = list(export_base(self._plan, self._identity(job), header, run))
+            plan, identity = self._plan_of(job.layout), self._identity(job)
+            if tier.packed:
+                packed = self._packed_plan(plan, tier.data_bytes_max)
+                written = list(export_packed(packed, identity, header, run))
+            else:
+                written = list(export_base(plan, identity, header, run))
             return [item for item, _ in written], tuple(entry for _, entry in written)
 
         items, objects = await self._workers.run(export)
         await self._runner.replicate.save_batch(tier, lambda: items)
         return objects
+
+    def _plan_of(self, layout: Layout) -> GroupPlan:
+        if self._plan is None or self._plan.layout.hash != layout.hash:
+            self._plan = GroupPlan(layout)
+            self._packed_plans.clear()
+        return self._plan
+
+    def _packed_plan(self, plan: GroupPlan, data_bytes_max: int | None) -> PackedPlan:
+        if data_bytes_max not in self._packed_plans:
+            self._packed_plans[data_bytes_max] = PackedPlan(plan, self._runner.rank, data_bytes_max)
+        return self._packed_plans[data_bytes_max]
 
     async def _commit(
         self, job: BaseJob, tier: Tier, objects: tuple[ObjectEntry, ...], digest: object, life: object
@@ -133,7 +172,8 @@ class BaseWriter:
             environment=job.environment,
         )
         await runner.commit.save(tier, manifest)
-        if tier.store.life != life or not await runner.presence.same_life(tier):
+        whole = await runner.presence.same_life(tier)
+        if tier.store.life != life or not whole:
             raise NotCommittedError(
                 f"base {job.link.step}: tier {tier.name} began anew and lacks what was written to it before"
             )

@@ -99,7 +99,7 @@ class Capture:
         self._slot_count, self._chunk_bytes, self._clock = slots, chunk_bytes, clock
         self._eager_digest, self._base_room = eager_digest, base_room or room_for_base
         self._copier = Copier()
-        self._guard = Guard()
+        self._guard = Guard(max(stall_limit_s, 1.0))
         self._overlaps = True
         self._broken: str | None = FIRST
         self._breaks = 0
@@ -196,7 +196,8 @@ class Capture:
             self.break_chain(f"step {step} could not be captured")
             for release in releases:
                 release()
-            if region and self._recycle is not None:
+            # Memory that a copy still writes to is lost rather than given to somebody else.
+            if region and self._recycle is not None and self._guard.wait():
                 self._recycle(region[0])
             raise
         return save
@@ -337,8 +338,8 @@ class Capture:
         """Copy at once what may change before the next update, and let that wait for the rest."""
         specs, tensors = collected.specs, collected.tensors
         pairs = memory.copy_from_now(tensors, lambda index: may_wait(specs[index], tensors[index]))
-        tap, begun = self.tap, self.tap.updates_begun
-        copy = OverlappedCopy(step, pairs, lambda: tap.updates_begun == begun, self.stop_overlapping)
+        begun = self.updates_begun
+        copy = OverlappedCopy(step, pairs, lambda: self.updates_begun == begun, self.stop_overlapping)
         ready = self._copier.submit(copy)
         self._guard.hold(ready)
         return ready

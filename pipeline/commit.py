@@ -149,10 +149,26 @@ class Commit:
                 # Whoever opened the run has learned its name from what else is there.
                 await self.replicate.save(tier, RUN_RECORD, (record.encode(),))
                 return
-            if there.run != record.run:
-                raise ObjectExistsError(
-                    f"tier {tier.name} ({tier.store.url}) belongs to run {there.run}, not {record.run}"
-                ) from None
+            _check_same(tier, there, record)
+
+    async def check_run(self, tier: Tier, record: RunRecord) -> None:
+        """Refuse a tier that says it is of another run; one without a mark, or a damaged one, may be ours.
+
+        Raises
+        ------
+        ObjectExistsError
+            The tier belongs to another run.
+        """
+        try:
+            data = await self.replicate.attempt(tier, lambda: tier.store.fetch(RUN_RECORD))
+            there = RunRecord.decode(data, f"{tier.name}: {RUN_RECORD}")
+        except MissingObjectError:
+            return
+        except IntegrityError as error:
+            if isinstance(error, FormatError) and error.newer:
+                raise
+            return
+        _check_same(tier, there, record)
 
     async def save_incarnation(self, tier: Tier, record: IncarnationRecord) -> None:
         """Begin an incarnation in a tier; of two with one name only the first succeeds."""
@@ -169,3 +185,10 @@ class Commit:
         except ObjectExistsError:
             if bytes(await tier.store.fetch(key)) != data:
                 raise
+
+
+def _check_same(tier: Tier, there: RunRecord, record: RunRecord) -> None:
+    if there.run != record.run:
+        raise ObjectExistsError(
+            f"tier {tier.name} ({tier.store.url}) belongs to run {there.run}, not {record.run}"
+        )

@@ -10,6 +10,8 @@
     {incarnation}/step/{step:012d}/commit.json                 only where a record commits
     {incarnation}/base/{step:012d}/rank-{rank:05d}.pack        base as one pack (memory tier)
     {incarnation}/base/{step:012d}/state/...                   base as a zarr v3 group (remote tier)
+    {incarnation}/base/{step:012d}/rank-{rank:05d}.refs.json   the same packed: reference index
+    {incarnation}/base/{step:012d}/rank-{rank:05d}.data-{number:05d}    and what it refers to
     {incarnation}/base/{step:012d}/rank-{rank:05d}.manifest.json
     {incarnation}/base/{step:012d}/commit.json                 only where a record commits
 
@@ -33,6 +35,7 @@ __all__ = [
     "ParsedKey",
     "Series",
     "commit_key",
+    "data_key",
     "incarnation_counter",
     "incarnation_key",
     "incarnation_name",
@@ -40,6 +43,7 @@ __all__ = [
     "manifest_key",
     "pack_key",
     "parse_key",
+    "references_key",
     "save_prefix",
     "state_prefix",
 ]
@@ -52,12 +56,14 @@ LAYOUT_PREFIX = "layouts/"
 STEPS = 10**12
 _RANKS = 10**5
 _COUNTERS = 10**6
+_DATA_OBJECTS = 10**5
 
 _INCARNATION = re.compile(r"[0-9]{6}-[0-9a-f]{16}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _SAVE = re.compile(
     r"(?P<incarnation>[0-9]{6}-[0-9a-f]{16})/(?P<series>step|base)/(?P<step>[0-9]{12})/"
-    r"(?:rank-(?P<rank>[0-9]{5})\.(?P<what>pack|manifest\.json)|(?P<commit>commit\.json)|state/(?P<rest>.+))",
+    r"(?:rank-(?P<rank>[0-9]{5})\.(?P<what>pack|manifest\.json|refs\.json|data-(?P<number>[0-9]{5}))|"
+    r"(?P<commit>commit\.json)|state/(?P<rest>.+))",
     re.ASCII | re.DOTALL,
 )
 
@@ -79,6 +85,11 @@ class Area(StrEnum):
     MANIFEST = "manifest"
     COMMIT = "commit"
     STATE = "state"
+    REFERENCES = "references"
+    DATA = "data"
+
+
+_AREAS = {"pack": Area.PACK, "manifest.json": Area.MANIFEST, "refs.json": Area.REFERENCES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,8 @@ class ParsedKey:
     step, rank : int
         -1 where the key has none.
     rest : str
-        Key below ``state/`` for ``Area.STATE``, the hash for ``Area.LAYOUT``, else empty.
+        Key below ``state/`` for ``Area.STATE``, the hash for ``Area.LAYOUT``, the number for
+        ``Area.DATA``, else empty.
     """
 
     area: Area
@@ -163,6 +175,18 @@ def state_prefix(incarnation: str, step: int) -> str:
     return f"{save_prefix(Series.BASE, incarnation, step)}state"
 
 
+def references_key(incarnation: str, step: int, rank: int) -> str:
+    """Key of the reference index of one rank's packed base."""
+    return f"{save_prefix(Series.BASE, incarnation, step)}{_rank_name(rank)}.refs.json"
+
+
+def data_key(incarnation: str, step: int, rank: int, number: int) -> str:
+    """Key of one data object of one rank's packed base; most have one."""
+    if not 0 <= number < _DATA_OBJECTS:
+        raise UsageError(f"data object {number} is out of range: they are 0 to {_DATA_OBJECTS - 1}")
+    return f"{save_prefix(Series.BASE, incarnation, step)}{_rank_name(rank)}.data-{number:05d}"
+
+
 def parse_key(key: str) -> ParsedKey | None:
     """Take a key apart; None for a key that is not ours, or that would lead out of its prefix."""
     if key == RUN_RECORD:
@@ -183,8 +207,11 @@ def parse_key(key: str) -> ParsedKey | None:
         return None
     series, step = Series(found["series"]), int(found["step"])
     if found["rank"] is not None:
-        area = Area.PACK if found["what"] == "pack" else Area.MANIFEST
-        return ParsedKey(area, found["incarnation"], series, step, rank=int(found["rank"]))
+        area = _AREAS.get(found["what"], Area.DATA)
+        if area in (Area.REFERENCES, Area.DATA) and series is not Series.BASE:
+            return None
+        rest = found["number"] or ""
+        return ParsedKey(area, found["incarnation"], series, step, int(found["rank"]), rest)
     if found["commit"] is not None:
         return ParsedKey(Area.COMMIT, found["incarnation"], series, step)
     if series is not Series.BASE or not _safe(found["rest"]):

@@ -93,6 +93,8 @@ class Ledger:
             alone = known is not None and known[0].kind == "base only"
             if series is Series.STEP or alone:
                 self._must_base = f"step {link.step} did not arrive: {error}"
+            elif tier is None and isinstance(error, IntegrityError):
+                self._must_base = str(error)  # no store is at fault that needs time
             else:
                 self._base_failed_at = self._saves_since_base
             if tier is None and isinstance(error, IntegrityError):
@@ -113,6 +115,13 @@ class Ledger:
         tier.lost = str(error)
         self._warnings.append(f"tier {tier.name} is given up, the others go on: {error}")
         return True
+
+    def refused(self, tier: Tier, error: BaseException) -> None:
+        """A tier that was given up answers and refuses this run; told once for each reason."""
+        with self._lock:
+            if tier.lost != str(error):
+                tier.lost = str(error)
+                self._warnings.append(f"tier {tier.name} stays given up: {error}")
 
     def back(self, tier: Tier, reason: str) -> None:
         """A tier takes part again, from the next base on, which is asked for."""

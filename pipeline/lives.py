@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from stepwell.errors import IntegrityError, NotCommittedError, StepwellError, StoreError
+from stepwell.errors import (
+    IntegrityError,
+    NoSpaceError,
+    NotCommittedError,
+    StepwellError,
+    StoreError,
+    TransientStoreError,
+)
 from stepwell.pipeline.chain import Chain, resolve_chain
 from stepwell.pipeline.inventory import Inventory
 from stepwell.pipeline.keys import Series, incarnation_name
@@ -37,6 +44,25 @@ class Lives:
         self._record = record
         self._environment = dict(environment)
 
+    async def check(self) -> None:
+        """Refuse a tier of another run before anything of it is believed.
+
+        Raises
+        ------
+        ObjectExistsError
+            It belongs to another run.
+        StoreError
+            It cannot be read, and the run does not go on without it.
+        """
+        for tier in self._runner.tiers:
+            if tier.lost is not None:
+                continue
+            try:
+                await self._runner.commit.check_run(tier, self._record)
+            except TransientStoreError as error:
+                if not self._runner.presence.give_up(tier, error):
+                    raise
+
     async def begin(self, parent: Link | None) -> IncarnationRecord:
         """Begin a new life in every tier; what never got its evidence there is swept first.
 
@@ -61,7 +87,8 @@ class Lives:
             try:
                 await sweep(tier, inventory)
                 await self._enter(tier, record)
-            except StoreError as error:
+                tier.life = tier.store.life
+            except (TransientStoreError, NoSpaceError) as error:
                 if not runner.presence.give_up(tier, error):
                     raise
         inventory.incarnations[record.incarnation] = record
@@ -73,7 +100,6 @@ class Lives:
         """Write down in a tier that this life is led there, too."""
         await self._runner.commit.save_run(tier, self._record)
         await self._runner.commit.save_incarnation(tier, record)
-        tier.life = tier.store.life
 
     async def end(self) -> dict[str, StepwellError]:
         """Write down, where records commit, what the newest save is: its loss can then be noticed.

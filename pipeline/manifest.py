@@ -5,7 +5,8 @@ save with length and checksum. All documents are sealed (``stepwell.pipeline.sea
 flipped byte is an error and never another value, and keys read from them are checked.
 
 Checksums of objects are xxh3-128: of all bytes for plain objects; for packs (``*.pack``) of index +
-trailer, which themselves hold the checksums of everything else in the pack.
+trailer, which themselves hold the checksums of everything else in the pack; for the data of a packed
+base of its ranges' checksums, which its reference index holds.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ __all__ = [
     "seal",
     "unseal",
 ]
+
+
+_OBJECTS = (Area.PACK, Area.STATE, Area.REFERENCES, Area.DATA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +195,7 @@ class Manifest:
             for entry in manifest.objects:
                 place = parse_key(entry.key)
                 assert place is not None
-                if not entry.key.startswith(prefix) or place.area not in (Area.PACK, Area.STATE):
+                if not entry.key.startswith(prefix) or place.area not in _OBJECTS:
                     raise ValueError(f"object {entry.key!r} is none of this save")
             if manifest.key != key:
                 raise IntegrityError(f"{key}: holds the manifest that belongs under {manifest.key}")

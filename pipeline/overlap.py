@@ -11,7 +11,6 @@ base that fails this is dropped; the log beside it stays whole.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import starmap
@@ -33,10 +32,9 @@ __all__ = ["OVERLAP_BYTES_MIN", "Guard", "OverlappedCopy", "check_weights", "may
 OVERLAP_BYTES_MIN = 1 << 20
 """Smaller tensors are copied at the save: remembering what they were would cost as much."""
 
-WAIT_LIMIT_S = 60.0
-
-WITNESSES = 32
-"""Elements of each tensor that are remembered."""
+WITNESS_COUNT = 32
+"""Elements of each tensor that are remembered: enough for whatever writes into a whole tensor or a tenth
+of its rows; smaller writes into weights show in the digest."""
 
 
 def may_wait(spec: TensorSpec, tensor: torch.Tensor) -> bool:
@@ -103,21 +101,34 @@ class OverlappedCopy:
 
 
 class Guard:
-    """What the next update has to wait for; belongs to the trainer's thread."""
+    """What the next update has to wait for; belongs to the trainer's thread.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    limit_s : float
+        Longest wait.
+    """
+
+    def __init__(self, limit_s: float = 60.0) -> None:
+        self._limit_s = limit_s
         self._copy: Future[None] | None = None
 
     def hold(self, copy: Future[None]) -> None:
         """Let the next update wait for a copy."""
         self._copy = copy
 
-    def wait(self) -> None:
-        """Wait until what is held has ended, well or not; one that takes too long finds that out itself."""
+    def wait(self) -> bool:
+        """Wait until what is held has ended, well or not; False where it takes too long.
+
+        A copy that an update did not wait for finds that out itself.
+        """
         copy, self._copy = self._copy, None
         if copy is not None:
-            with contextlib.suppress(TimeoutError):
-                copy.exception(WAIT_LIMIT_S)
+            try:
+                copy.exception(self._limit_s)
+            except TimeoutError:
+                return False
+        return True
 
 
 def check_weights(step: int, base: LayoutMemory, weights: Layout, digest: Digest) -> None:
@@ -163,4 +174,4 @@ def _given_up(step: int) -> IntegrityError:
 def _spread(tensor: torch.Tensor) -> npt.NDArray[np.integer[npt.NBitBase]]:
     """View elements spread over a contiguous tensor, as integers."""
     flat = as_integers(tensor).reshape(-1).numpy()
-    return flat[:: max(1, flat.size // WITNESSES)]
+    return flat[:: max(1, flat.size // WITNESS_COUNT)]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
-from stepwell.errors import StepwellError
+from stepwell.errors import DeadlineError, StepwellError, TransientStoreError
 from stepwell.pipeline.tier import Tier
 
 if TYPE_CHECKING:
     from stepwell.pipeline.runner import Runner
 
 __all__ = ["Presence", "PresenceEvents"]
+
+LIVES_MAX = 3  # one that dies faster than it can be listed is away
 
 
 class PresenceEvents(Protocol):
@@ -23,6 +26,10 @@ class PresenceEvents(Protocol):
 
     def back(self, tier: Tier, reason: str) -> None:
         """A tier takes part again and needs a base first."""
+        ...
+
+    def refused(self, tier: Tier, error: BaseException) -> None:
+        """A tier that was given up answers, and will not take this run."""
         ...
 
 
@@ -39,6 +46,7 @@ class Presence:
         self.enter: Callable[[Tier], Awaitable[None]] | None = None
         self._runner = runner
         self._events = events
+        self._looking: dict[str, asyncio.Lock] = {}
 
     def give_up(self, tier: Tier, error: BaseException) -> bool:
         """Whether the run goes on without a tier that failed."""
@@ -47,27 +55,48 @@ class Presence:
     async def same_life(self, tier: Tier) -> bool:
         """Whether all that was committed in a tier is still there, also if its store began a new life.
 
-        If not, the tier counts from the next base on, and that is asked for.
+        If not, the tier counts from the next base on, and that is asked for. Two that meet a new life
+        at one time get the same answer.
+
+        Raises
+        ------
+        StoreError, IntegrityError
+            The tier could not be looked at; the next one who asks looks again.
         """
-        if tier.store.life == tier.life:
-            return True
-        tier.life = tier.store.life
-        if await self._runner.inventory.read_again(tier):
-            return True
-        self._begin_anew(tier, "began anew, without what it held")
-        return False
+        async with self._looking.setdefault(tier.name, asyncio.Lock()):
+            if tier.store.life == tier.life:
+                return True
+            whole = await self._look(tier) and not tier.waiting
+            self._runner.commit.forget_layouts(tier)
+            if not whole:
+                self._begin_anew(tier, "began anew, without what it held")
+            return whole
 
     async def try_again(self, tier: Tier) -> None:
         """Let a tier that was given up take part again if it takes the records of this life now."""
         if self.enter is None:
             return
         try:
-            await self.enter(tier)
-            await self._runner.inventory.read_again(tier)
-        except StepwellError:
+            await self._look(tier)
+        except (TransientStoreError, DeadlineError):
             return
-        tier.life, tier.lost = tier.store.life, None
+        except StepwellError as error:
+            self._events.refused(tier, error)
+            return
+        tier.lost = None
         self._begin_anew(tier, "answers again")
+
+    async def _look(self, tier: Tier) -> bool:
+        """Write the records of this life where they are missing, and compare what is held with what was."""
+        for _ in range(LIVES_MAX):
+            if self.enter is not None:
+                await self.enter(tier)
+            life = tier.store.life
+            whole = await self._runner.inventory.read_again(tier)
+            if tier.store.life == life:
+                tier.life = life
+                return whole
+        raise TransientStoreError(f"tier {tier.name} began {LIVES_MAX} lives while it was looked at")
 
     def _begin_anew(self, tier: Tier, reason: str) -> None:
         tier.begin_anew()

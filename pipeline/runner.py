@@ -24,7 +24,7 @@ from stepwell.pipeline.flow import flow
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.inventory import Inventory, Lineage
 from stepwell.pipeline.jobs import BaseJob, Job, StepJob
-from stepwell.pipeline.keys import Series, pack_key
+from stepwell.pipeline.keys import Series, layout_key, pack_key
 from stepwell.pipeline.loop import loop_of
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack import Packed, PackIdentity, PackKind
@@ -319,6 +319,7 @@ class Runner:
             return
         if not manifest.self_contained and tier.hopeless(job.handle):
             return  # nothing leads to it here: its bytes would be of no use
+        life = tier.store.life
         try:
             for layout in job.layouts:
                 await self.commit.save_layout(tier, layout)
@@ -329,17 +330,41 @@ class Runner:
         # Evidence only where every link of the chain has its own: a crash must not leave a step that
         # looks committed and cannot be reached.
         if manifest.self_contained:
-            if await self._commit_step(tier, job.handle, manifest):
+            if await self._commit_step(tier, job.handle, manifest, life):
                 await self.base_arrived(tier, job.link.step)
         elif tier.written(job.handle, manifest):
-            await self._commit_step(tier, job.handle, manifest)
+            await self._commit_step(tier, job.handle, manifest, life)
 
-    async def _commit_step(self, tier: Tier, handle: SaveHandle, manifest: Manifest) -> bool:
+    async def _whole_in(self, tier: Tier, manifest: Manifest, life: object) -> bool:
+        """Whether a save that has its evidence now is there with everything it needs.
+
+        Parameters
+        ----------
+        life : object
+            The store's life when the save was written; those who waited for a base are of the tier's.
+        """
+        if not await self.presence.same_life(tier):
+            return False
+        if tier.store.life == life:
+            return True
+        # It began anew between the save's bytes and their evidence.
+        for entry in manifest.objects:
+            if (
+                not await tier.store.exists(entry.key)
+                or await tier.store.getsize(entry.key) != entry.size_bytes
+            ):
+                return False
+        return all([await tier.store.exists(layout_key(layout)) for layout in manifest.layouts])
+
+    async def _commit_step(
+        self, tier: Tier, handle: SaveHandle, manifest: Manifest, life: object | None = None
+    ) -> bool:
         """Give a written differential its evidence, and tell."""
+        life = tier.life if life is None else life
         link = Link(manifest.incarnation, manifest.step)
         try:
             await self.commit.save(tier, manifest)
-            if not await self.presence.same_life(tier):
+            if not await self._whole_in(tier, manifest, life):
                 self.inventory.forget(Series.STEP, link, tier.name)
                 tier.stranded.append(manifest)
                 raise NotCommittedError(

@@ -143,6 +143,7 @@ class Session:
         options = self.options
         at_fork(self)
         self._runner.start()
+        self._wait(self._lives.check())
         inventory = self._wait(Inventory.read(self.tiers, self.ledger.give_up))
         self._runner.inventory = inventory
         self._non_empty = not inventory.is_empty

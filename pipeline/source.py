@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -27,13 +27,14 @@ from stepwell.errors import (
 from stepwell.pipeline.base import Bytes, Chunk
 from stepwell.pipeline.commit import Commit
 from stepwell.pipeline.inventory import Inventory
-from stepwell.pipeline.keys import Series
+from stepwell.pipeline.keys import Area, Series, parse_key
 from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.manifest import Manifest
 from stepwell.pipeline.pack import PackReader, base_chunk_key
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.tier import Tier
 from stepwell.pipeline.zarr_base import BaseReader, GroupPlan, read_base
+from stepwell.pipeline.zarr_pack_reader import PackedReader
 
 __all__ = ["BaseSource", "SaveSource", "StepSource"]
 
@@ -79,6 +80,7 @@ class SaveSource:
     ) -> None:
         self._deadline_s = deadline_s
         self._silent: dict[str, DeadlineError] = {}
+        self._left: set[asyncio.Future[object]] = set()
         self.tiers = list(tiers)
         self.inventory = inventory
         self.faults: list[str] = []
@@ -111,10 +113,20 @@ class SaveSource:
         return manifest
 
     async def layout(self, layout_hash: str) -> Layout:
-        """Read a layout, once."""
+        """Read a layout, once, from the nearest tier that has it whole.
+
+        Not within another tier's read: that would answer for the silence of this one.
+        """
         if layout_hash not in self._layouts:
-            self._layouts[layout_hash] = await self._commit.layout(self.tiers, layout_hash)
+            _, self._layouts[layout_hash] = await self.first(
+                self.tiers, lambda tier: self._commit.layout([tier], layout_hash), f"layout {layout_hash}"
+            )
         return self._layouts[layout_hash]
+
+    async def layouts_of(self, series: Series, link: Link) -> None:
+        """Read what layouts a save refers to, so that they are at hand in its reads."""
+        for layout_hash in (await self.any_manifest(series, link)).layouts:
+            await self.layout(layout_hash)
 
     def group_plan(self, layout: Layout) -> GroupPlan:
         """Return the names of a base group's objects, worked out once per layout."""
@@ -179,17 +191,31 @@ class SaveSource:
         """Read from a tier within the deadline, if it did not miss that before."""
         if tier.name in self._silent:
             raise self._silent[tier.name]
+        # Not a timeout around it: a read that hangs in a thread does not end when it is cancelled. What
+        # it reads into is its own, so it may be left behind.
+        task = asyncio.ensure_future(read(tier))
         try:
-            async with asyncio.timeout(self._deadline_s):
-                return await read(tier)
-        except TimeoutError as error:
-            if isinstance(error, DeadlineError):
-                raise
-            self._silent[tier.name] = DeadlineError(
-                f"tier {tier.name} did not answer a read within {self._deadline_s:g} s; nothing is known to "
-                "be damaged there: try again when it does, or leave the tier out"
-            )
-            raise self._silent[tier.name] from None
+            done, _ = await asyncio.wait({task}, timeout=self._deadline_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if done:
+            return task.result()
+        task.cancel()
+        left = cast("asyncio.Future[object]", task)
+        self._left.add(left)
+        left.add_done_callback(self._leave)
+        self._silent[tier.name] = DeadlineError(
+            f"tier {tier.name} did not answer a read within {self._deadline_s:g} s; nothing is known to "
+            "be damaged there: try again when it does, or leave the tier out"
+        )
+        raise self._silent[tier.name]
+
+    def _leave(self, task: asyncio.Future[object]) -> None:
+        """Forget a read that was left behind and has ended; how does not matter any more."""
+        self._left.discard(task)
+        if not task.cancelled():
+            task.exception()
 
     def note(self, fault: str) -> None:
         """Remember a fault, once."""
@@ -228,8 +254,9 @@ class StepSource:
         self._packs: dict[str, PackReader] = {}
 
     async def open(self) -> None:
-        """Read manifest, header and index."""
+        """Read manifest, layouts, header and index."""
         source = self._source
+        await source.layouts_of(Series.STEP, self.link)
         tier, pack = await source.first(
             source.holders(Series.STEP, self.link),
             self._pack,
@@ -273,13 +300,14 @@ class BaseSource:
         self.tier = ""
         self._source = source
         self._packs: dict[str, PackReader] = {}
-        self._groups: dict[str, BaseReader] = {}
+        self._groups: dict[str, BaseReader | PackedReader] = {}
         self._recent: dict[int, Bytes] = {}
         self._parts_of: list[list[int]] = []
 
     async def open(self) -> None:
         """Read manifest, layout and header."""
         source = self._source
+        await source.layouts_of(Series.BASE, self.link)
         tier, header = await source.first(
             source.holders(Series.BASE, self.link),
             self._header,
@@ -352,7 +380,7 @@ class BaseSource:
                 f"{tier.name}: {manifest.key}: {len(manifest.layouts)} layouts where one belongs"
             )
         self.layout = await self._source.layout(manifest.layouts[0])
-        if tier.has_commit_records:
+        if not _is_pack(manifest):
             return (await self._group(tier)).header
         return (await self._pack(tier)).header
 
@@ -361,7 +389,7 @@ class BaseSource:
             self._packs[tier.name] = await self._source.pack(Series.BASE, self.link, tier)
         return self._packs[tier.name]
 
-    async def _group(self, tier: Tier) -> BaseReader:
+    async def _group(self, tier: Tier) -> BaseReader | PackedReader:
         if tier.name not in self._groups:
             manifest = await self._source.manifest(Series.BASE, self.link, tier)
             plan = self._source.group_plan(self.layout)
@@ -369,9 +397,15 @@ class BaseSource:
         return self._groups[tier.name]
 
     async def _chunk(self, tier: Tier, part: int) -> Bytes:
-        if tier.has_commit_records:
+        if not _is_pack(await self._source.manifest(Series.BASE, self.link, tier)):
             return await (await self._group(tier)).read_chunk(part)
         chunk = await (await self._pack(tier)).chunk(base_chunk_key(part), self.layout)
         if chunk.encodings:
             raise IntegrityError(f"{tier.name}: chunk {part} of base {self.link.step} is encoded")
         return chunk.buffer
+
+
+def _is_pack(manifest: Manifest) -> bool:
+    """Whether a base is one pack, as in memory, not a zarr group of either form."""
+    place = parse_key(manifest.objects[0].key) if manifest.objects else None
+    return place is None or place.area is Area.PACK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 from stepwell.errors import IntegrityError
 from stepwell.pipeline.capture import Capture, CaptureStage
@@ -23,6 +23,8 @@ from stepwell.pipeline.update import environment_of
 from stepwell.stores.region import Region as ArenaRegion
 
 __all__ = ["Submission"]
+
+COPY_LIMIT_S = 60.0  # 400 MB take 60 ms; one that takes this long will not end
 
 
 class Submission:
@@ -127,7 +129,8 @@ class Submission:
 
         def give_back(published: bool) -> None:
             release()
-            if not published:
+            # Memory that a copy still writes to is lost rather than given to somebody else.
+            if not published and _ended(base.ready):
                 self._bases.recycle(region)
             self._bases.done(size_bytes)
 
@@ -193,6 +196,17 @@ def _done(value: object) -> Future[object]:
     future: Future[object] = Future()
     future.set_result(value)
     return future
+
+
+def _ended(copy: Future[None]) -> bool:
+    """Wait for a copy; False where it takes too long."""
+    try:
+        copy.exception(COPY_LIMIT_S)
+    except CancelledError:
+        return True  # before it began
+    except TimeoutError:
+        return False
+    return True
 
 
 def _nothing() -> None:

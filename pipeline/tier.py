@@ -42,6 +42,11 @@ class Tier:
         Further tries of a transient fault, each after a doubled pause.
     bases : BaseShare
         Which bases are written here that are merely due.
+    packed : bool
+        Bases are written here as a few objects each, not one for each chunk and array; for tiers with
+        commit records. How they are read follows from their manifests.
+    data_bytes_max : int or None
+        Largest data object of such a base; None: it has one.
     newest : int
         The newest step that was submitted.
     lost : str or None
@@ -66,6 +71,8 @@ class Tier:
     on_error: OnError = OnError.RAISE
     retries: int = RETRIES
     bases: BaseShare = field(default_factory=BaseShare)
+    packed: bool = False
+    data_bytes_max: int | None = None
     newest: int = -1
     lost: str | None = None
     life: object = None
@@ -90,6 +97,11 @@ class Tier:
         """The worst failure after which what is committed here is still there."""
         return self.store.properties.survives
 
+    @property
+    def waiting(self) -> bool:
+        """Whether saves are written here that wait for a base."""
+        return bool(self._parked)
+
     def reaches(self, step: int) -> bool:
         """Whether every save that one of `step` builds on is committed here."""
         return self.needs_base is None or step < self.hole_from
@@ -98,6 +110,7 @@ class Tier:
         """Tell a save that is yet to be written, and can never count here, so; say whether it does."""
         if self.reaches(handle.step) or self._may_come(handle.step):
             return False
+        self._needs(handle.step)
         handle.resolve(self.name, self._hole_error(handle.step))
         return True
 
@@ -181,17 +194,22 @@ class Tier:
 
     def _open_hole(self, step: int) -> None:
         self.hole = True
-        self.needs_base = step
+        self._needs(step)
         parked, self._parked = self._parked, []
         for handle, manifest in parked:
             self._strand(handle, manifest)
+
+    def _needs(self, step: int) -> None:
+        """No base older than `step` closes the hole; what was asked for before still holds."""
+        self.needs_base = step if self.needs_base is None else max(self.needs_base, step)
 
     def _closed_by(self, step: int) -> bool:
         """Whether a base of `step` closes the hole there is."""
         return self.needs_base is not None and step >= self.needs_base
 
     def _strand(self, handle: SaveHandle, manifest: Manifest) -> None:
-        """Give a save up that was written: it will never have evidence."""
+        """Give a save up that was written: it will never have evidence, and what follows builds on it."""
+        self._needs(handle.step)
         self.stranded.append(manifest)
         handle.resolve(self.name, self._hole_error(handle.step))
 

@@ -26,13 +26,15 @@ from stepwell.pipeline.keys import (
     layout_key,
     manifest_key,
     parse_key,
+    references_key,
 )
 from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.manifest import CommitRecord, Manifest, ObjectEntry
 from stepwell.pipeline.pack import PackIdentity, PackKind, PackReader
 from stepwell.pipeline.pack_reader import off_loop
 from stepwell.pipeline.records import IncarnationRecord, Link, RunRecord
-from stepwell.pipeline.zarr_base import GroupPlan, read_base
+from stepwell.pipeline.zarr_base import BaseReader, GroupPlan, read_base
+from stepwell.pipeline.zarr_pack_reader import PackedReader
 from stepwell.stores.base import ObjectStore
 
 __all__ = ["Fault", "Progress", "verify_tier"]
@@ -219,6 +221,8 @@ class _Verification:
             place = parse_key(item.key)
             if place is not None and place.area is Area.PACK:
                 await self._guard(item.key, save, partial(self._check_pack, save, manifest, item))
+            elif place is not None and place.area is Area.DATA:
+                await self._guard(item.key, save, partial(self._check_size, item))
             else:
                 await self._guard(item.key, save, partial(self._check_object, item))
         await self._check_group(save, manifest)
@@ -251,20 +255,34 @@ class _Verification:
             raise IntegrityError(f"{size_bytes} bytes where {entry.size_bytes} were written")
 
     async def _check_group(self, save: Save, manifest: Manifest) -> None:
-        """A base as a group must name all that its layout needs."""
+        """A base as a group must name all that its layout needs; the data of a packed one is read here."""
         place = parse_key(manifest.objects[0].key) if manifest.objects else None
         layout = self._layouts.get(manifest.layouts[0]) if manifest.layouts else None
-        if manifest.kind != "base" or layout is None or place is None or place.area is not Area.STATE:
+        if manifest.kind != "base" or layout is None or place is None or place.area is Area.PACK:
             return
-        root = f"{manifest.key.rsplit('/', 1)[0]}/state/zarr.json"
-        if any(fault.key == root for fault, _, _ in self._findings):
+        faulty = {fault.key for fault, _, _ in self._findings}
+        prefix, _, _ = manifest.key.rpartition("/")
+        index = references_key(manifest.incarnation, manifest.step, manifest.rank)
+        if f"{prefix}/state/zarr.json" in faulty or index in faulty:
             return
         plan = await off_loop(100 * len(layout.encoded), partial(GroupPlan, layout))
+        readers: list[BaseReader | PackedReader] = []
 
         async def check() -> None:
-            await read_base(self._store, manifest, plan)
+            readers.append(await read_base(self._store, manifest, plan))
 
         await self._guard(manifest.key, save, check, counts=False)
+        for reader in readers:
+            if isinstance(reader, PackedReader):
+                for entry in manifest.objects:
+                    if entry.key not in faulty:
+                        await self._guard(
+                            entry.key, save, partial(self._check_data, save, reader, entry), counts=False
+                        )
+
+    async def _check_data(self, save: Save, reader: PackedReader, entry: ObjectEntry) -> None:
+        async for fault in reader.faults(entry):
+            self._note(entry.key, fault, save)
 
     # -- what is not there --------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-import crc32c
 import numpy as np
 import xxhash
 
@@ -20,8 +19,9 @@ from stepwell.pipeline.keys import state_prefix
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack_format import PackIdentity
 from stepwell.pipeline.pack_reader import off_loop
-from stepwell.pipeline.sealed import FORMAT, parse_json, typed
-from stepwell.pipeline.zarr_group import CRC_BYTES, GroupPlan, PieceObject, piece_parts, root_document
+from stepwell.pipeline.zarr_group import GroupPlan, PieceObject, piece_fault, piece_parts, root_document
+from stepwell.pipeline.zarr_pack_reader import PackedReader, is_packed
+from stepwell.pipeline.zarr_root import root_about, root_header
 from stepwell.stores.base import BytesLike, ObjectStore, WriteItem
 
 # Reads of small objects in flight at once; a chunk of many tiny tensors has thousands.
@@ -54,21 +54,8 @@ def export_base(
             yield _written(f"{prefix}/{item.key}", piece_parts(item, data, zeros))
     for key, document in plan.documents.items():
         yield _written(f"{prefix}/{key}", [document])
-    yield _written(f"{prefix}/zarr.json", [root_document(plan, _about(plan, identity, header))])
-
-
-def _about(plan: GroupPlan, identity: PackIdentity, header: Mapping[str, object]) -> dict[str, object]:
-    return {
-        "format": FORMAT,
-        "kind": str(identity.kind),
-        "run": identity.run,
-        "incarnation": identity.incarnation,
-        "step": identity.step,
-        "rank": identity.rank,
-        "world": identity.world,
-        "layout": plan.layout.hash,
-        "header": header,
-    }
+    about = root_about(plan.layout.hash, identity, header)
+    yield _written(f"{prefix}/zarr.json", [root_document(plan, about)])
 
 
 class BaseReader:
@@ -102,16 +89,8 @@ class BaseReader:
                         f"{entry.key}: {entry.size_bytes} bytes, its layout needs {item.stored_bytes}"
                     )
         key = f"{self._prefix}/zarr.json"
-        root = parse_json(await self._object("zarr.json"), key)
-        try:
-            about = typed(typed(root["attributes"], dict)["stepwell"], dict)
-            named = tuple(about[name] for name in ("run", "incarnation", "step", "rank", "world", "layout"))
-            self.header = typed(about["header"], dict)
-        except (KeyError, TypeError) as error:
-            raise FormatError(f"{key}: not the root of a base ({error!r})") from error
-        m = self.manifest
-        if named != (m.run, m.incarnation, m.step, m.rank, m.world, self.plan.layout.hash):
-            raise IntegrityError(f"{key}: belongs to another base than its manifest")
+        document = await self._object("zarr.json")
+        self.header = root_header(document, key, self.manifest, self.plan.layout.hash)
         return self
 
     async def read_chunk(self, part: int) -> Bytes:
@@ -138,7 +117,7 @@ class BaseReader:
 
     async def _piece(self, item: PieceObject) -> Bytes:
         view = await self._object(item.key)
-        fault = await off_loop(view.nbytes, partial(_piece_fault, view, item))
+        fault = await off_loop(view.nbytes, partial(piece_fault, view, item))
         if fault is not None:
             raise IntegrityError(f"{self._prefix}/{item.key}: {fault}")
         return np.frombuffer(view, np.uint8)[: item.size_bytes]
@@ -157,23 +136,17 @@ class BaseReader:
             raise FormatError(f"{self.manifest.key}: does not name {key!r}, which its layout needs") from None
 
 
-async def read_base(store: ObjectStore, manifest: Manifest, plan: GroupPlan) -> BaseReader:
-    """Open the base group that a checked manifest describes.
+async def read_base(store: ObjectStore, manifest: Manifest, plan: GroupPlan) -> BaseReader | PackedReader:
+    """Open the base that a checked manifest describes, a group or a packed one as the manifest says.
 
     Raises
     ------
     IntegrityError, FormatError
         Root and manifest do not belong together, or objects the layout needs are not named.
     """
+    if is_packed(manifest):
+        return await PackedReader(store, manifest, plan).open()
     return await BaseReader(store, manifest, plan).open()
-
-
-def _piece_fault(view: memoryview, item: PieceObject) -> str | None:
-    if crc32c.crc32c(view[:-CRC_BYTES]) != int.from_bytes(view[-CRC_BYTES:], "little"):
-        return "damaged (its crc32c does not match)"
-    if np.frombuffer(view, np.uint8)[item.size_bytes : -CRC_BYTES].any():
-        return "the padding is not zero"
-    return None
 
 
 def _written(key: str, parts: Sequence[BytesLike]) -> tuple[WriteItem, ObjectEntry]:

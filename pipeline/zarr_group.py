@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import crc32c
+import numpy as np
 
 from stepwell.pipeline.layout import ITEM_BYTES, Layout, Piece, TensorSpec
 from stepwell.pipeline.plan import grid_of
@@ -26,7 +27,15 @@ from stepwell.pipeline.sealed import canonical_json
 from stepwell.stores.base import BytesLike
 from stepwell.stores.keys import encode_name
 
-__all__ = ["CRC_BYTES", "ZARR_DTYPES", "GroupPlan", "PieceObject", "piece_parts", "root_document"]
+__all__ = [
+    "CRC_BYTES",
+    "ZARR_DTYPES",
+    "GroupPlan",
+    "PieceObject",
+    "piece_fault",
+    "piece_parts",
+    "root_document",
+]
 
 CRC_BYTES = 4
 # `encode_name` never gives this segment, so it cannot meet a name of a tensor.
@@ -144,6 +153,15 @@ def piece_parts(item: PieceObject, data: memoryview, zeros: memoryview) -> list[
         parts.append(padding)
     parts.append(checksum.to_bytes(CRC_BYTES, "little"))
     return parts
+
+
+def piece_fault(stored: memoryview, item: PieceObject) -> str | None:
+    """Say what is wrong with the bytes of a chunk object, None where nothing is."""
+    if crc32c.crc32c(stored[:-CRC_BYTES]) != int.from_bytes(stored[-CRC_BYTES:], "little"):
+        return "damaged (its crc32c does not match)"
+    if np.frombuffer(stored, np.uint8)[item.size_bytes : -CRC_BYTES].any():
+        return "the padding is not zero"
+    return None
 
 
 def _node_paths(layout: Layout) -> tuple[str, ...]:

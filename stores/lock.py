@@ -169,20 +169,23 @@ def _pid_in(fd: int) -> int | None:
 def owner_of(path: str | os.PathLike[str]) -> int | None:
     """Return the process that holds the lock on a file, without taking it; None if there is none.
 
-    Not for a file that this process itself has locked: to look would end that lock.
+    0 is one of another pid namespace.
 
     Raises
     ------
     PermanentStoreError, TransientStoreError
         The file cannot be looked at.
     """
+    pid = os.getpid()
+    if _HELD.get((pid, os.path.realpath(path))) is not None:
+        return pid  # to open the file would end the lock
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+            kind, _, _, _, owner = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
         finally:
             os.close(fd)
     except OSError as error:
         raise store_error(error, "look at the lock", where=str(path)) from error
-    return None if kind == fcntl.F_UNLCK else int(pid)
+    return None if kind == fcntl.F_UNLCK else max(0, int(owner))

@@ -51,6 +51,7 @@ class Shelf:
         )
         self.workers = Workers("stepwell-transport", 1)
         self._admit = admit
+        self._admitting = asyncio.Lock()
         self._sealed_below = 0
         self._newest: Incarnation = (0, 0)
         # Futures, not results: a request repeated over a new connection meets its first self at work.
@@ -126,9 +127,11 @@ class Shelf:
     async def _begin(self, request: Frame) -> None:
         if request.flags & Flag.CREATE and await self.store.exists(request.key):
             raise ObjectExistsError(f"{request.key!r} is there already in {self.where}")
-        if self.uploads.find(request.operation) is None:
-            self.admit(request.key, request.total)
-        await self.uploads.begin(request.operation, request.key, request.total)
+        # One at a time: what was admitted counts as held only once it is reserved.
+        async with self._admitting:
+            if self.uploads.find(request.operation) is None:
+                self.admit(request.key, request.total)
+            await self.uploads.begin(request.operation, request.key, request.total)
 
     async def commit(self, request: Frame) -> Outcome:
         """Publish an upload, once."""

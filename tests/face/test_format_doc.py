@@ -18,7 +18,10 @@ def test_the_recipes_read_what_was_saved(
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
-    tiers = [{"kind": "directory", "path": "checkpoints"}]
+    tiers = [
+        {"kind": "directory", "path": "checkpoints"},
+        {"kind": "directory", "path": "packed", "name": "packed", "layout": "pack"},
+    ]
     with stepwell.open_sync({"tiers": tiers}, model=model, optimizer=optimizer) as well:
         well.restore()
         for step in range(3):
@@ -29,11 +32,12 @@ def test_the_recipes_read_what_was_saved(
     found: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", (repository / "docs/format.md").read_text(), re.DOTALL):
         exec(code, found)
-    restored = found["state_dict"]
-    assert isinstance(restored, dict)
-    assert restored.keys() == model.state_dict().keys()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(restored[name].view(torch.uint16), tensor.view(torch.uint16))
+    for recipe in ("state_dict", "packed_state_dict"):
+        restored = found[recipe]
+        assert isinstance(restored, dict)
+        assert restored.keys() == model.state_dict().keys()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(restored[name].view(torch.uint16), tensor.view(torch.uint16))
     assert len(found["groups"]) == 1  # type: ignore[arg-type]
 
 

@@ -61,6 +61,9 @@ class Told:
     def back(self, tier: Tier, reason: str) -> None:
         self.events.append(("back", -1, tier.name, reason))
 
+    def refused(self, tier: Tier, error: BaseException) -> None:
+        self.events.append(("refused", -1, tier.name, str(error)))
+
     def kinds(self, step: int) -> list[object]:
         return [event[0] for event in self.events if event[1] == step]
 

@@ -18,6 +18,8 @@ def test_names_are_as_the_format_says() -> None:
     assert keys.manifest_key(Series.BASE, INC, 7, 12) == f"{INC}/base/000000000007/rank-00012.manifest.json"
     assert keys.commit_key(Series.STEP, INC, 7) == f"{INC}/step/000000000007/commit.json"
     assert keys.state_prefix(INC, 7) == f"{INC}/base/000000000007/state"
+    assert keys.references_key(INC, 7, 12) == f"{INC}/base/000000000007/rank-00012.refs.json"
+    assert keys.data_key(INC, 7, 12, 3) == f"{INC}/base/000000000007/rank-00012.data-00003"
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,8 @@ def test_names_are_as_the_format_says() -> None:
         (keys.pack_key(Series.STEP, INC, 9, 1), ParsedKey(Area.PACK, INC, Series.STEP, 9, 1)),
         (keys.manifest_key(Series.BASE, INC, 9, 1), ParsedKey(Area.MANIFEST, INC, Series.BASE, 9, 1)),
         (keys.commit_key(Series.BASE, INC, 9), ParsedKey(Area.COMMIT, INC, Series.BASE, 9)),
+        (keys.references_key(INC, 9, 1), ParsedKey(Area.REFERENCES, INC, Series.BASE, 9, 1)),
+        (keys.data_key(INC, 9, 1, 2), ParsedKey(Area.DATA, INC, Series.BASE, 9, 1, "00002")),
         (
             keys.state_prefix(INC, 9) + "/model/w/c/0",
             ParsedKey(Area.STATE, INC, Series.BASE, 9, rest="model/w/c/0"),
@@ -52,6 +56,11 @@ def test_every_key_is_read_back(key: str, parsed: ParsedKey) -> None:
         f"{INC}/step/00000000000７/commit.json",  # noqa: RUF001 - a wide digit is no digit of ours
         f"{INC}/step/000000000007/rank-0.pack",
         f"{INC}/step/000000000007/state/zarr.json",
+        f"{INC}/step/000000000007/rank-00000.refs.json",
+        f"{INC}/step/000000000007/rank-00000.data-00000",
+        f"{INC}/base/000000000007/rank-00000.data",
+        f"{INC}/base/000000000007/rank-00000.data-0",
+        f"{INC}/base/000000000007/rank-00000.data-00000/x",
         f"{INC}/base/000000000007/state/../../../../etc/passwd",
         f"{INC}/base/000000000007/state//x",
         f"{INC}/base/000000000007/state/.",

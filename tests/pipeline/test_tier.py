@@ -98,6 +98,30 @@ def test_save_after_a_lost_one_is_lost_until_a_base() -> None:
     assert [state(one) for one in (*waiting, written(tier, 9))] == ["counts"] * 3
 
 
+def test_base_from_before_a_save_that_was_given_up_does_not_close_the_hole() -> None:
+    """Its differential failed, the next save was given up, then the base came: step 7 led nowhere."""
+    tier = begun()
+    tier.base_expected(5, alone=False)
+    tier.broken_at(5)
+    given_up = SaveHandle(6, ["disk"])
+    assert tier.hopeless(given_up)
+    arrived(tier, 5)
+    assert state(written(tier, 7)) == "lost"
+    tier.base_expected(8, alone=False)
+    waiting = written(tier, 8)
+    arrived(tier, 8)
+    assert state(waiting) == "counts"
+
+
+def test_later_fault_does_not_let_an_older_base_count() -> None:
+    tier = begun()
+    tier.newest = 9
+    tier.begin_anew()
+    tier.broken_at(7)
+    arrived(tier, 8)
+    assert state(written(tier, 10)) == "lost"
+
+
 def test_save_from_before_the_hole_still_counts() -> None:
     """Writes of a tier are in order, but a base is announced as soon as it is captured."""
     tier = begun()

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from stepwell.pipeline.pack import (
 from stepwell.pipeline.plan import gradient_layout, plan_layout
 from stepwell.pipeline.verify import Fault, verify_tier
 from stepwell.pipeline.zarr_base import GroupPlan, export_base
+from stepwell.pipeline.zarr_pack import PackedPlan, export_packed
 from stepwell.stores.arena import Arena
 from stepwell.stores.base import Failure, StoreProperties
 from stepwell.stores.file import FileStore
@@ -76,8 +78,9 @@ class Objects:
 class Run:
     """A small run written the way the pipeline does: bases 0 and 3, differentials 1 to 5."""
 
-    def __init__(self, *, records: bool, ended: bool = True) -> None:
+    def __init__(self, *, records: bool, ended: bool = True, data_bytes_max: int | None = None) -> None:
         self.records = records
+        self.data_bytes_max = data_bytes_max
         self.items: dict[str, bytes] = {RUN_RECORD: RunRecord("run-a").encode()}
         for layout in (LAYOUT, GRADIENTS):
             self.items[layout_key(layout.hash)] = layout.encoded
@@ -94,7 +97,13 @@ class Run:
         data = np.random.default_rng(step).integers(0, 256, LAYOUT.size_bytes, np.uint8)
         if self.records:
             entries = []
-            for (key, parts), entry in export_base(GroupPlan(LAYOUT), identity, {}, data.data):
+            group = GroupPlan(LAYOUT)
+            written = (
+                export_base(group, identity, {}, data.data)
+                if self.data_bytes_max is None
+                else export_packed(PackedPlan(group, 0, self.data_bytes_max), identity, {}, data.data)
+            )
+            for (key, parts), entry in written:
                 self.items[key] = b"".join(bytes(part) for part in parts)
                 entries.append(entry)
         else:
@@ -155,9 +164,17 @@ class Run:
         return await verify_tier(Objects(items, records=self.records))  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["records", "manifests"])
+RUNS: dict[str, dict[str, Any]] = {
+    "records": {"records": True},
+    "packed": {"records": True, "data_bytes_max": 1 << 20},
+    "packed-cut": {"records": True, "data_bytes_max": 1100},
+    "manifests": {"records": False},
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest) -> Run:
-    return Run(records=request.param)
+    return Run(**RUNS[request.param])
 
 
 async def test_a_whole_run_has_no_fault(run: Run) -> None:
@@ -174,6 +191,28 @@ async def test_a_flip_in_any_byte_of_any_object_is_found_and_named(run: Run) -> 
             damaged[position] ^= 1 << position % 8
             faults = await run.faults(**{key: bytes(damaged)})
             assert key in {fault.key for fault in faults}, f"{key}, byte {position}"
+
+
+async def test_a_flip_in_every_single_byte_of_packed_data_is_blamed_on_it_alone() -> None:
+    run = Run(**RUNS["packed-cut"])
+    (first, second) = (key for key in run.items if f"/base/{3:012d}/" in key and ".data-" in key)
+    for key in (first, second):
+        data = run.items[key]
+        for position in range(0, len(data), 3):
+            damaged = bytearray(data)
+            damaged[position] ^= 1 << position % 8
+            faults = await run.faults(**{key: bytes(damaged)})
+            assert {fault.key for fault in faults} == {key}, position
+
+
+async def test_damage_in_two_chunks_of_packed_data_is_told_twice() -> None:
+    run = Run(**RUNS["packed"])
+    (key,) = (key for key in run.items if f"/base/{3:012d}/" in key and ".data-" in key)
+    damaged = bytearray(run.items[key])
+    damaged[0] ^= 1
+    damaged[-1] ^= 1
+    faults = await run.faults(**{key: bytes(damaged)})
+    assert [fault.key for fault in faults] == [key, key]
 
 
 async def test_a_flip_is_blamed_on_its_object_alone(run: Run) -> None:
@@ -203,7 +242,7 @@ async def test_objects_that_took_each_others_place_are_found(run: Run) -> None:
     first, second = pack_key(Series.STEP, INC, 1, 0), pack_key(Series.STEP, INC, 2, 0)
     faults = await run.faults(**{first: run.items[second], second: run.items[first]})
     assert {fault.key for fault in faults} == {first, second}
-    other = Run(records=run.records)
+    other = Run(records=run.records, data_bytes_max=run.data_bytes_max)
     stranger = RunRecord("run-b").encode()
     assert {fault.key for fault in await other.faults(**{RUN_RECORD: stranger})} >= {
         manifest_key(Series.STEP, INC, 1, 0)
@@ -211,7 +250,7 @@ async def test_objects_that_took_each_others_place_are_found(run: Run) -> None:
 
 
 async def test_what_a_crash_leaves_is_no_fault(run: Run) -> None:
-    crashed = Run(records=run.records, ended=False)
+    crashed = Run(records=run.records, ended=False, data_bytes_max=run.data_bytes_max)
     for key in (pack_key(Series.STEP, INC, 6, 0), pack_key(Series.BASE, INC, 6, 0)):
         assert await crashed.faults(**{key: b"never committed"}) == []
     if run.records:
@@ -222,7 +261,7 @@ async def test_what_a_crash_leaves_is_no_fault(run: Run) -> None:
 
 
 async def test_after_a_crash_a_save_in_the_middle_still_needs_its_evidence(run: Run) -> None:
-    crashed = Run(records=run.records, ended=False)
+    crashed = Run(records=run.records, ended=False, data_bytes_max=run.data_bytes_max)
     evidence = commit_key if run.records else lambda *place: manifest_key(*place, 0)
     gone = evidence(Series.STEP, INC, 4)
     assert {fault.key for fault in await crashed.faults(**{gone: None})} == {gone}

@@ -93,7 +93,9 @@ class Proxy:
             self._start(self._forward, client, server, TO_SERVER, recorded)
             self._start(self._forward, server, client, TO_CLIENT, bytearray())
 
-    def _forward(self, source: socket.socket, sink: socket.socket, direction: str, recorded: bytearray) -> None:
+    def _forward(
+        self, source: socket.socket, sink: socket.socket, direction: str, recorded: bytearray
+    ) -> None:
         passed = 0
         try:
             while data := bytearray(source.recv(1 << 16)):

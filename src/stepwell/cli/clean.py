@@ -84,7 +84,7 @@ def clean(
                 (
                     left.path,
                     left.run or "unknown",
-                    left.owner or "none",
+                    _owner_text(left.owner),
                     bytes_text(left.size_bytes),
                     "none" if left.newest_step is None else left.newest_step,
                     "removed" if left.path in removed else "",
@@ -93,6 +93,12 @@ def clean(
             ),
         )
     return 0 if found else 3
+
+
+def _owner_text(owner: int | None) -> str:
+    if owner is None:
+        return "none"
+    return str(owner) if owner else "of another container"
 
 
 def _arenas(root: Path, depth: int) -> Iterator[Left]:
@@ -147,12 +153,15 @@ def _remove(left: Left) -> bool:
     if not left.run:
         return False
     try:
-        Arena.open(left.path, run=left.run, create=False).remove()
+        with Arena.open(left.path, run=left.run, create=False) as arena:
+            # While the lock is held: a keeper that starts afterwards writes its own.
+            keepers = (left.path.parent / RECORD_NAME).is_file()
+            with suppress(FileNotFoundError):
+                os.unlink(left.path.parent / RECORD_NAME)
+            arena.remove()
     except (LockedError, StoreError):
         return False
-    record = left.path.parent / RECORD_NAME
-    if record.is_file():
-        record.unlink()
+    if keepers:
         with suppress(OSError):
             os.rmdir(left.path.parent)
     return True
