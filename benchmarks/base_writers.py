@@ -297,7 +297,7 @@ class Stepwell:
     async def _read(self, tier: Tier) -> Found:
         commit = Commit(Replicate())
         manifest = await commit.recover(tier, Series.BASE, _LINK)
-        layout = await commit.layout([tier], manifest.layouts[0])
+        layout = await commit.layout(tier, manifest.layouts[0])
         reader = await read_base(tier.store, manifest, GroupPlan(layout))
         return {str(part): await reader.read_chunk(part) for part in range(len(layout.chunks))}
 

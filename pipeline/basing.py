@@ -37,9 +37,13 @@ class BaseWriter:
         self._packed: ObjectEntry | None = None  # the base at hand, once its region is a whole pack
 
     async def write(self, job: BaseJob, tiers: Sequence[Tier]) -> None:
-        """Commit `job` in `tiers`, those that take it; its region is released whatever happens."""
+        """Commit `job` in `tiers`, those that take it; its region is released whatever happens.
+
+        What fails is told to the runner, not raised.
+        """
         published = False
         self._packed = None
+        away = [tier for tier in self._runner.tiers if tier.lost is not None]
         try:
             header, digest = await self._captured(job)
             await self._workers.run(lambda: job.check(digest))
@@ -69,9 +73,8 @@ class BaseWriter:
         finally:
             # In a worker: it may wait for a copy, and regions are unmapped here.
             await self._workers.run(lambda: job.release(published))
-        for tier in self._runner.tiers:
-            if tier.lost is not None:
-                await self._runner.presence.try_again(tier)
+        for tier in away:
+            await self._runner.presence.try_again(tier)
 
     async def _captured(self, job: BaseJob) -> tuple[dict[str, object], object]:
         """Wait for what is still copied and read in the background; return the header and the digest.
@@ -178,6 +181,7 @@ class BaseWriter:
                 f"base {job.link.step}: tier {tier.name} began anew and lacks what was written to it before"
             )
         runner.committed(Series.BASE, job.link, tier, manifest.size_bytes)
+        runner.presence.base_arrived(tier)
         if job.alone:
             job.handle.resolve(tier.name)
         await runner.base_arrived(tier, job.link.step)

@@ -12,8 +12,6 @@ from stepwell.errors import (
     MissingObjectError,
     NotCommittedError,
     ObjectExistsError,
-    StoreError,
-    TransientStoreError,
 )
 from stepwell.pipeline.keys import RUN_RECORD, Series, commit_key, layout_key, manifest_key
 from stepwell.pipeline.layout import Layout
@@ -105,30 +103,15 @@ class Commit:
             entry.check(data)
         return Manifest.decode(data, key)
 
-    async def layout(self, tiers: list[Tier], layout_hash: str) -> Layout:
-        """Read a layout from the nearest tier that has it whole.
+    async def layout(self, tier: Tier, layout_hash: str) -> Layout:
+        """Read a layout.
 
         Raises
         ------
-        IntegrityError
-            No tier has it whole.
-        TransientStoreError
-            One that may have it does not answer.
+        MissingObjectError, IntegrityError
+            It is not there, or not whole.
         """
-        faults = []
-        unanswered: TransientStoreError | None = None
-        for tier in tiers:
-            try:
-                return Layout.decode(bytes(await tier.store.fetch(layout_key(layout_hash))), layout_hash)
-            except TransientStoreError as error:
-                unanswered = error
-            except (IntegrityError, StoreError) as error:
-                if isinstance(error, FormatError) and error.newer:
-                    raise
-                faults.append(f"{tier.name}: {error}")
-        if unanswered is not None:
-            raise unanswered
-        raise IntegrityError(f"layout {layout_hash} can be read from no tier ({'; '.join(faults)})")
+        return Layout.decode(bytes(await tier.store.fetch(layout_key(layout_hash))), layout_hash)
 
     async def save_run(self, tier: Tier, record: RunRecord) -> None:
         """Mark a tier as one of this run; an equal mark is kept, a damaged one replaced.

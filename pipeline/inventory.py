@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from stepwell.errors import FormatError, IntegrityError, MissingObjectError, TransientStoreError
 from stepwell.pipeline.keys import (
@@ -17,6 +18,7 @@ from stepwell.pipeline.keys import (
     parse_key,
 )
 from stepwell.pipeline.records import IncarnationRecord, Link
+from stepwell.pipeline.replicate import Replicate
 from stepwell.pipeline.tier import Tier
 from stepwell.stores.base import ObjectStore
 
@@ -66,6 +68,7 @@ class Inventory:
     async def read(
         cls,
         tiers: Sequence[Tier],
+        replicate: Replicate | None = None,
         give_up: Callable[[Tier, TransientStoreError], bool] = lambda tier, error: False,
     ) -> Inventory:
         """List every tier; names only, no payload is read.
@@ -73,20 +76,31 @@ class Inventory:
         Parameters
         ----------
         tiers : sequence of Tier
+        replicate : Replicate, optional
+            Asks again after faults that pass; its retries of the tiers if not given.
         give_up : callable
             Whether the run goes on without a tier that does not answer.
         """
         inventory = cls()
+        replicate = replicate or Replicate()
         for tier in tiers:
             try:
-                await inventory.read_again(tier)
+                await replicate.attempt(tier, partial(inventory.read_again, tier))
             except TransientStoreError as error:
                 if not give_up(tier, error):
                     raise
         return inventory
 
     async def read_again(self, tier: Tier) -> bool:
-        """List one tier, and forget what it was thought to hold; whether all of that is still there."""
+        """List one tier, and forget what it was thought to hold; whether all of that is still there.
+
+        Raises
+        ------
+        StoreError
+            It cannot be listed; nothing is forgotten.
+        FormatError
+            A newer version of stepwell has written there.
+        """
         await self._read_incarnations(tier)
         held: dict[Series, set[Link]] = {series: set() for series in Series}
         for incarnation in await _incarnations_in(tier.store):
@@ -109,6 +123,12 @@ class Inventory:
     def links(self) -> set[Link]:
         """Every committed save, as differential or base."""
         return set(self.steps) | set(self.bases)
+
+    def named_incarnations(self) -> set[str]:
+        """Names of all lives that left anything, also of those whose records are gone or damaged."""
+        places = (parse_key(key) for key in self.damaged)
+        damaged = {place.incarnation for place in places if place is not None}
+        return {*self.incarnations, *damaged, *(link.incarnation for link in self.links())}
 
     def newest(self) -> Link | None:
         """The newest committed save of the newest incarnation that has one."""

@@ -123,6 +123,15 @@ class Ledger:
                 tier.lost = str(error)
                 self._warnings.append(f"tier {tier.name} stays given up: {error}")
 
+    def not_removed(self, tier: Tier, error: BaseException) -> None:
+        """A tier cannot delete: nothing is lost by it, so it goes on, and fills up."""
+        with self._lock:
+            self._errors_total[tier.name] += 1
+            if tier.on_error is OnError.DEGRADE:
+                self._warnings.append(f"tier {tier.name} keeps what it should let go: {error}")
+            else:
+                self._errors.append(error)
+
     def back(self, tier: Tier, reason: str) -> None:
         """A tier takes part again, from the next base on, which is asked for."""
         with self._lock:

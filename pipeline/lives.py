@@ -9,20 +9,17 @@ from dataclasses import replace
 from functools import partial
 
 from stepwell.errors import (
-    IntegrityError,
     NoSpaceError,
-    NotCommittedError,
     StepwellError,
-    StoreError,
     TransientStoreError,
 )
 from stepwell.pipeline.chain import Chain, resolve_chain
 from stepwell.pipeline.inventory import Inventory
-from stepwell.pipeline.keys import Series, incarnation_name
+from stepwell.pipeline.keys import Series, incarnation_counter, incarnation_name
 from stepwell.pipeline.reclaim import sweep
 from stepwell.pipeline.records import IncarnationRecord, Link, RunRecord
 from stepwell.pipeline.runner import Runner
-from stepwell.pipeline.source import SaveSource
+from stepwell.pipeline.source import DAMAGE, NO_ANSWER, SaveSource
 from stepwell.pipeline.tier import Tier
 from stepwell.stores.base import Failure
 
@@ -72,7 +69,7 @@ class Lives:
             A tier cannot be written that the run does not go on without; no life has begun.
         """
         runner, inventory = self._runner, self._runner.inventory
-        counter = 1 + max((record.counter for record in inventory.incarnations.values()), default=0)
+        counter = 1 + max(map(incarnation_counter, inventory.named_incarnations()), default=0)
         record = IncarnationRecord(
             run=self._record.run,
             incarnation=incarnation_name(counter, secrets.randbits(64)),
@@ -125,27 +122,32 @@ class Lives:
                 failed[tier.name] = error
         return failed
 
-    async def adopt(self, chain: Chain) -> tuple[int, int]:
-        """Judge from which tiers the restored save can be reached, counting what outlives them.
+    async def adopt(self, chain: Chain, source: SaveSource) -> tuple[int, int]:
+        """Judge from which tiers the restored save can be reached, each alone or with what outlives it.
 
         Not every tier has every base, so theirs may be longer chains. A tier that lacks a part takes
         part again from the next base on.
+
+        Parameters
+        ----------
+        chain : Chain
+        source : SaveSource
+            The one it was restored with: it remembers who does not answer.
 
         Returns
         -------
         tuple of int
             Bytes of the chain's base and of its log.
         """
-        runner, inventory = self._runner, self._runner.inventory
+        runner = self._runner
         order = list(Failure)
         for tier in runner.tiers:
             reach = order.index(tier.survives)
-            enough = [one for one in runner.tiers if order.index(one.survives) >= reach]
-            if await self._reached(chain.target, enough):
+            enough = [one for one in runner.tiers if one is tier or order.index(one.survives) > reach]
+            if await self._reached(chain.target, enough, source):
                 tier.begin_whole()
             else:
                 tier.begin_later(chain.target.step + 1)
-        source = SaveSource(runner.tiers, inventory, runner.commit)
         log = [(await source.any_manifest(Series.STEP, link)).size_bytes for link in chain.steps]
         base = 0 if chain.base is None else (await source.any_manifest(Series.BASE, chain.base)).size_bytes
         return base, sum(log)
@@ -173,9 +175,9 @@ class Lives:
         newest = inventory.newest()
         if newest is None:
             return True
-        return await self._reached(newest, [tier])
+        return await self._reached(newest, [tier], SaveSource([tier], inventory, self._runner.commit))
 
-    async def _reached(self, target: Link, tiers: Sequence[Tier]) -> bool:
+    async def _reached(self, target: Link, tiers: Sequence[Tier], source: SaveSource) -> bool:
         """Whether a save can be restored from what these tiers hold and let us read now."""
         inventory = self._runner.inventory
         names = {tier.name for tier in tiers}
@@ -185,7 +187,7 @@ class Lives:
             incarnations=inventory.incarnations,
         )
         try:
-            await resolve_chain(SaveSource(tiers, held, self._runner.commit), target)
-        except (IntegrityError, NotCommittedError, StoreError):
+            await resolve_chain(source.narrowed(tiers, held), target)
+        except (*DAMAGE, *NO_ANSWER):
             return False
         return True

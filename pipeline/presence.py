@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from stepwell.errors import DeadlineError, StepwellError, TransientStoreError
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Presence", "PresenceEvents"]
 
 LIVES_MAX = 3  # one that dies faster than it can be listed is away
+PAUSE_BASES_MAX = 64
 
 
 class PresenceEvents(Protocol):
@@ -33,6 +36,14 @@ class PresenceEvents(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Pause:
+    """Bases a tier is let off, and will be after its next fault."""
+
+    left: int = 0
+    next: int = 1
+
+
 class Presence:
     """Watches over the tiers of a runner; all on its loop.
 
@@ -47,6 +58,7 @@ class Presence:
         self._runner = runner
         self._events = events
         self._looking: dict[str, asyncio.Lock] = {}
+        self._pauses: dict[str, _Pause] = {}
 
     def give_up(self, tier: Tier, error: BaseException) -> bool:
         """Whether the run goes on without a tier that failed."""
@@ -73,8 +85,14 @@ class Presence:
             return whole
 
     async def try_again(self, tier: Tier) -> None:
-        """Let a tier that was given up take part again if it takes the records of this life now."""
-        if self.enter is None:
+        """Let a tier that was given up take part again if it takes the records of this life now.
+
+        Called once after each base. One that is given up again before a base has arrived there, a full
+        disk, say, is let off for twice as many bases each time: each return costs the trainer a base.
+        """
+        pause = self._pauses.setdefault(tier.name, _Pause())
+        pause.left -= 1
+        if self.enter is None or pause.left >= 0:
             return
         try:
             await self._look(tier)
@@ -84,7 +102,13 @@ class Presence:
             self._events.refused(tier, error)
             return
         tier.lost = None
+        pause.left = pause.next
+        pause.next = min(PAUSE_BASES_MAX, 2 * pause.next)
         self._begin_anew(tier, "answers again")
+
+    def base_arrived(self, tier: Tier) -> None:
+        """A base is committed in a tier: whatever befalls it next is a new fault."""
+        self._pauses.pop(tier.name, None)
 
     async def _look(self, tier: Tier) -> bool:
         """Write the records of this life where they are missing, and compare what is held with what was."""
@@ -92,7 +116,9 @@ class Presence:
             if self.enter is not None:
                 await self.enter(tier)
             life = tier.store.life
-            whole = await self._runner.inventory.read_again(tier)
+            whole = await self._runner.replicate.attempt(
+                tier, partial(self._runner.inventory.read_again, tier)
+            )
             if tier.store.life == life:
                 tier.life = life
                 return whole

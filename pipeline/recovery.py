@@ -21,9 +21,6 @@ import torch
 from stepwell.errors import (
     FormatError,
     IntegrityError,
-    NotCommittedError,
-    StoreError,
-    TransientStoreError,
 )
 from stepwell.pipeline.base import Bytes, Chunk, ChunkStage, StageContext
 from stepwell.pipeline.bits import bytes_to_tensor
@@ -38,7 +35,7 @@ from stepwell.pipeline.pack import base_chunk_key
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replay import State
 from stepwell.pipeline.replaying import Replayed, replay_updates
-from stepwell.pipeline.source import BaseSource, SaveSource, StepSource
+from stepwell.pipeline.source import DAMAGE, BaseSource, SaveSource, StepSource
 from stepwell.pipeline.state_ranges import state_order
 from stepwell.pipeline.tree import JsonValue, TensorLookup
 from stepwell.pipeline.update import environment_of
@@ -113,8 +110,8 @@ class Recovery:
             The save is of another model or optimizer; nothing was loaded.
         IntegrityError
             Saves are committed, but none is whole. Live tensors may hold parts of what was tried.
-        DeadlineError, TransientStoreError
-            A tier that may have what is missing elsewhere does not answer.
+        DeadlineError, StoreError
+            A tier that may have what is missing elsewhere does not answer, or does not let us read.
         """
         candidates = list(self.source.inventory.candidates())
         if not candidates:
@@ -128,9 +125,8 @@ class Recovery:
             except _DigestMismatch as error:
                 self.source.note(str(error))
                 limit = error.last_match
-            except (IntegrityError, NotCommittedError, StoreError) as error:
-                newer = isinstance(error, FormatError) and error.newer
-                if newer or isinstance(error, TransientStoreError):
+            except DAMAGE as error:
+                if isinstance(error, FormatError) and error.newer:
                     raise  # nothing is damaged: an older save in its place would lose steps
                 self.source.note(str(error))
         listed = "\n  ".join(self.source.faults[-20:])

@@ -56,6 +56,10 @@ class RunnerEvents(PresenceEvents, Protocol):
         """A save or base did not arrive in a tier, or in none (tier None)."""
         ...
 
+    def not_removed(self, tier: Tier, error: BaseException) -> None:
+        """What retention lets go cannot be removed from a tier; it is tried again after the next base."""
+        ...
+
     def encoded(self, link: Link, size_bytes: int) -> None:
         """A differential is encoded and its capture slots are free."""
         ...
@@ -419,7 +423,7 @@ class Runner:
         self._events.committed(series, link, tier, size_bytes)
 
     async def reclaim(self, tier: Tier) -> None:
-        """Let go what the tier's retention lets go; a store that cannot delete is told of, not fatal."""
+        """Let go what the tier's retention lets go; a store that cannot delete is told of."""
         if self._lineage is None:
             return
 
@@ -428,15 +432,21 @@ class Runner:
 
         # What proofs read lies in memory; no other tier is held back by them.
         held = () if tier.memory is None else tuple(self.held)
-        try:
+        lineage = self._lineage
+
+        async def remove() -> None:
             while tier.stranded:
-                manifest = tier.stranded.pop()
+                manifest = tier.stranded[-1]
                 stranded = Removal(Series.STEP, Link(manifest.incarnation, manifest.step))
                 await remove_save(tier, stranded)
                 self.inventory.forget(Series.STEP, stranded.link, tier.name)
-            await reclaim(tier, self.inventory, self._lineage, held=held, removed=removed)
+                tier.stranded.remove(manifest)
+            await reclaim(tier, self.inventory, lineage, held=held, removed=removed)
+
+        try:
+            await self.replicate.attempt(tier, remove)
         except StoreError as error:
-            self._events.failed(Series.BASE, self.inventory.newest() or Link("", 0), tier, error)
+            self._events.not_removed(tier, error)
 
     def _settle(self) -> None:
         """Let go of the saves that have their outcome everywhere; few are on their way at a time."""

@@ -144,7 +144,7 @@ class Session:
         at_fork(self)
         self._runner.start()
         self._wait(self._lives.check())
-        inventory = self._wait(Inventory.read(self.tiers, self.ledger.give_up))
+        inventory = self._wait(Inventory.read(self.tiers, self._runner.replicate, self.ledger.give_up))
         self._runner.inventory = inventory
         self._non_empty = not inventory.is_empty
         self._capture = Capture(
@@ -223,6 +223,7 @@ class Session:
                 if self._capture is not None:
                     self._capture.tap.leave_to_parent()
                 self._runner.ended.add_done_callback(lambda _: self._closing.close())
+        self._warn(stacklevel=4)
         error = self.ledger.take_error()
         if late:
             missing = DeadlineError(
@@ -307,7 +308,7 @@ class Session:
                 f"step {restored.step} was restored, {lost} steps before the newest that was committed: {why}"
             )
         self._wait(self._lives.begin(target))
-        self._go_on_from(outcome)
+        self._go_on_from(outcome, source)
         self.restored = restored
         return restored
 
@@ -407,7 +408,7 @@ class Session:
         late = self._outwait(deadline)
         if late:
             raise DeadlineError(f"step {late[0].step} is still on its way after {timeout_s} s")
-        self.check_for_errors()
+        self._tell(stacklevel=5)
 
     def on_their_way(self) -> list[SaveHandle]:
         """Saves that may have no outcome yet, oldest first."""
@@ -417,9 +418,7 @@ class Session:
     def check_for_errors(self) -> None:
         """Raise the first background failure not yet raised."""
         self._check_owner()
-        error = self.ledger.take_error()
-        if error is not None:
-            raise error
+        self._tell(stacklevel=5)
 
     def metrics(self) -> Metrics:
         """Figures since the run was opened."""
@@ -440,11 +439,17 @@ class Session:
         for warning in self.ledger.take_warnings():
             warnings.warn(f"stepwell: {warning}", stacklevel=stacklevel)
 
+    def _tell(self, stacklevel: int) -> None:
+        """Warn, and raise the first failure not yet raised."""
+        self._warn(stacklevel)
+        error = self.ledger.take_error()
+        if error is not None:
+            raise error
+
     def _ready_to_save(self, step: int) -> tuple[Capture, Submission]:
         """Check everything that forbids a save, and raise what failed in the background."""
         self._check_usable()
-        self._warn(stacklevel=5)
-        self.check_for_errors()
+        self._tell(stacklevel=6)
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < STEPS:
             raise UsageError(f"step must be an int from 0 to {STEPS - 1}, not {step!r}")
         if self._lives.current is None and self._non_empty and not self._fresh:
@@ -540,14 +545,14 @@ class Session:
             return False
         return self._wait(self._lives.newest_is_whole_in(far), left_s)
 
-    def _go_on_from(self, outcome: Outcome) -> None:
+    def _go_on_from(self, outcome: Outcome, source: SaveSource) -> None:
         """Lead the log on from a restored save, if that is sound; else the next save is a base."""
         self._last_step = outcome.chain.target.step
         if not outcome.exact:
             self.ledger.want_base("what was restored is not exactly what was saved")
             return
         chain = outcome.chain
-        base_bytes, log_bytes = self._wait(self._lives.adopt(chain))
+        base_bytes, log_bytes = self._wait(self._lives.adopt(chain, source))
         if chain.base is None:
             return  # a captured state leads on by the next capture alone
         assert self._capture is not None

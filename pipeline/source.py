@@ -1,14 +1,14 @@
 """Reading saves back through the tiers: the nearest whole copy of each object wins.
 
 Damage in one tier is remembered and the next tier is asked; only what no tier has whole is an error. A
-tier that does not answer is no damage: if nobody else has what is asked for, that is said, and nothing
-older is taken in its place.
+tier that does not answer, or refuses to be read, is no damage: if nobody else has what is asked for, that is
+said, and nothing older is taken in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar, cast
@@ -22,7 +22,6 @@ from stepwell.errors import (
     MissingObjectError,
     NotCommittedError,
     StoreError,
-    TransientStoreError,
 )
 from stepwell.pipeline.base import Bytes, Chunk
 from stepwell.pipeline.commit import Commit
@@ -44,8 +43,11 @@ Result = TypeVar("Result")
 # weights and of each optimizer state side by side: as many as that are kept.
 RECENT_CHUNKS = 8
 
-DAMAGE = (IntegrityError, MissingObjectError, NotCommittedError, StoreError)
-"""What makes the next tier worth asking."""
+DAMAGE = (IntegrityError, MissingObjectError, NotCommittedError)
+"""What was asked for is not there, or not whole."""
+
+NO_ANSWER = (DeadlineError, StoreError)
+"""Says nothing about what was asked for, unless it is one of `DAMAGE`."""
 
 READ_DEADLINE_S = 120.0
 """Longest wait for one object, or one chunk of at most 64 MiB: 0.5 MB/s."""
@@ -90,6 +92,12 @@ class SaveSource:
         self._plans: dict[str, GroupPlan] = {}
         self._manifests: dict[tuple[Series, Link, str], Manifest] = {}
 
+    def narrowed(self, tiers: Sequence[Tier], inventory: Inventory) -> SaveSource:
+        """Return a source of some of the tiers that knows what this one learned of them."""
+        source = SaveSource(tiers, inventory, self._commit, self._deadline_s)
+        source._silent, source._layouts, source._manifests = self._silent, self._layouts, self._manifests
+        return source
+
     def holders(self, series: Series, link: Link) -> list[Tier]:
         """Tiers that have committed a save, nearest first."""
         found = self.inventory.steps if series is Series.STEP else self.inventory.bases
@@ -112,21 +120,25 @@ class SaveSource:
         )
         return manifest
 
-    async def layout(self, layout_hash: str) -> Layout:
-        """Read a layout, once, from the nearest tier that has it whole.
+    async def layout(self, layout_hash: str, holders: Sequence[Tier] = ()) -> Layout:
+        """Read a layout, once, from the nearest of `holders` that has it whole, or of the other tiers.
 
         Not within another tier's read: that would answer for the silence of this one.
         """
         if layout_hash not in self._layouts:
+            others = [tier for tier in self.tiers if tier not in holders]
             _, self._layouts[layout_hash] = await self.first(
-                self.tiers, lambda tier: self._commit.layout([tier], layout_hash), f"layout {layout_hash}"
+                [*holders, *others],
+                lambda tier: self._commit.layout(tier, layout_hash),
+                f"layout {layout_hash}",
+                may_lack=others,
             )
         return self._layouts[layout_hash]
 
     async def layouts_of(self, series: Series, link: Link) -> None:
         """Read what layouts a save refers to, so that they are at hand in its reads."""
         for layout_hash in (await self.any_manifest(series, link)).layouts:
-            await self.layout(layout_hash)
+            await self.layout(layout_hash, self.holders(series, link))
 
     def group_plan(self, layout: Layout) -> GroupPlan:
         """Return the names of a base group's objects, worked out once per layout."""
@@ -159,29 +171,44 @@ class SaveSource:
             raise
 
     async def first(
-        self, tiers: Sequence[Tier], read: Callable[[Tier], Awaitable[Result]], what: str
+        self,
+        tiers: Sequence[Tier],
+        read: Callable[[Tier], Awaitable[Result]],
+        what: str,
+        *,
+        may_lack: Collection[Tier] = (),
     ) -> tuple[Tier, Result]:
         """Return the first of `tiers` that `read` succeeds with, and what it gave.
+
+        Parameters
+        ----------
+        tiers : sequence of Tier
+        read : coroutine function
+        what : str
+            What is read, for messages.
+        may_lack : collection of Tier
+            It is no fault of these that they do not have it.
 
         Raises
         ------
         IntegrityError
             None did; every reason is in the message.
-        DeadlineError, TransientStoreError
-            None did, and one that may have it does not answer.
+        DeadlineError, StoreError
+            None did, and one that may have it does not answer, or does not let us read.
         """
         reasons = []
-        unanswered: DeadlineError | TransientStoreError | None = None
+        unanswered: DeadlineError | StoreError | None = None
         for tier in tiers:
             try:
                 return tier, await self._commit.replicate.attempt(tier, partial(self._in_time, tier, read))
-            except (DeadlineError, TransientStoreError) as error:
-                unanswered = error
-                self.note(f"{tier.name}: {error}")
             except DAMAGE as error:
                 if isinstance(error, FormatError) and error.newer:
                     raise  # nothing is damaged: going around it would lose steps
                 reasons.append(f"{tier.name}: {error}")
+                if not (isinstance(error, MissingObjectError) and tier in may_lack):
+                    self.note(f"{tier.name}: {error}")
+            except NO_ANSWER as error:
+                unanswered = error
                 self.note(f"{tier.name}: {error}")
         if unanswered is not None:
             raise unanswered

@@ -26,7 +26,7 @@ class OnError(StrEnum):
     RETRY = "retry"
 
 
-@dataclass
+@dataclass(eq=False)
 class Tier:
     """One store with its policy.
 

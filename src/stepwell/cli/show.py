@@ -22,6 +22,7 @@ from stepwell.pipeline.manifest import Manifest
 from stepwell.pipeline.pack_reader import PackReader
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replicate import Replicate
+from stepwell.pipeline.source import SaveSource
 from stepwell.pipeline.tier import Tier
 from stepwell.pipeline.zarr_base import read_base
 from stepwell.pipeline.zarr_group import GroupPlan
@@ -133,7 +134,8 @@ async def _read(
     held_by = tuple(tier for tier in tiers if tier.name in holders)
     commit = Commit(Replicate())
     manifest = await commit.recover(held_by[0], series, link)
-    layouts = {name: await commit.layout(list(held_by), name) for name in manifest.layouts}
+    source = SaveSource(held_by, inventory, commit)
+    layouts = {name: await source.layout(name) for name in manifest.layouts}
     rows: dict[tuple[str, int], TensorRow] = {}
     header: dict[str, object] = {}
     packs = [entry for entry in manifest.objects if _is_pack(entry.key)]
