@@ -18,15 +18,17 @@ import torch
 
 from stepwell.pipeline.base import Kind
 from stepwell.pipeline.commit import Commit
-from stepwell.pipeline.keys import Series, incarnation_name
+from stepwell.pipeline.inventory import Inventory
+from stepwell.pipeline.keys import incarnation_name
 from stepwell.pipeline.layout import Layout, TensorSpec
 from stepwell.pipeline.manifest import Manifest
 from stepwell.pipeline.pack import PackIdentity, PackKind
 from stepwell.pipeline.plan import plan_layout
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replicate import Replicate
+from stepwell.pipeline.source import READ_AHEAD, SaveSource
 from stepwell.pipeline.tier import Tier
-from stepwell.pipeline.zarr_base import GroupPlan, export_base, read_base
+from stepwell.pipeline.zarr_base import GroupPlan, export_base
 from stepwell.pipeline.zarr_pack import PackedPlan, export_packed
 from stepwell.stores.file import FileStore
 
@@ -295,11 +297,11 @@ class Stepwell:
         return found
 
     async def _read(self, tier: Tier) -> Found:
-        commit = Commit(Replicate())
-        manifest = await commit.recover(tier, Series.BASE, _LINK)
-        layout = await commit.layout(tier, manifest.layouts[0])
-        reader = await read_base(tier.store, manifest, GroupPlan(layout))
-        return {str(part): await reader.read_chunk(part) for part in range(len(layout.chunks))}
+        source = SaveSource([tier], await Inventory.read([tier]), Commit(Replicate()))
+        base = await source.base(_LINK, ahead=READ_AHEAD)
+        found = {str(part): await base.chunk(part) for part in range(len(base.layout.chunks))}
+        await base.stop()
+        return found
 
 
 def _sync_directories(directory: Path) -> None:

@@ -29,8 +29,9 @@ READY_TIMEOUT_S = 600.0  # digests of earlier saves and proofs may be before it 
 class BaseWriter:
     """Brings one base at a time into every tier, nearest first."""
 
-    def __init__(self, runner: Runner, workers: Workers) -> None:
+    def __init__(self, runner: Runner, workers: Workers, group: asyncio.TaskGroup) -> None:
         self._runner = runner
+        self._group = group
         self._workers = workers
         self._plan: GroupPlan | None = None
         self._packed_plans: dict[int | None, PackedPlan] = {}  # of the layout of `_plan`, by data_bytes_max
@@ -74,7 +75,7 @@ class BaseWriter:
             # In a worker: it may wait for a copy, and regions are unmapped here.
             await self._workers.run(lambda: job.release(published))
         for tier in away:
-            await self._runner.presence.try_again(tier)
+            self._runner.presence.begin_to_try(tier, self._group)
 
     async def _captured(self, job: BaseJob) -> tuple[dict[str, object], object]:
         """Wait for what is still copied and read in the background; return the header and the digest.
@@ -181,8 +182,8 @@ class BaseWriter:
                 f"base {job.link.step}: tier {tier.name} began anew and lacks what was written to it before"
             )
         runner.committed(Series.BASE, job.link, tier, manifest.size_bytes)
-        runner.presence.base_arrived(tier)
         if job.alone:
+            runner.presence.holds(tier)
             job.handle.resolve(tier.name)
         await runner.base_arrived(tier, job.link.step)
         await runner.reclaim(tier)

@@ -59,6 +59,7 @@ class Presence:
         self._events = events
         self._looking: dict[str, asyncio.Lock] = {}
         self._pauses: dict[str, _Pause] = {}
+        self._trying: dict[str, asyncio.Task[None]] = {}
 
     def give_up(self, tier: Tier, error: BaseException) -> bool:
         """Whether the run goes on without a tier that failed."""
@@ -84,11 +85,22 @@ class Presence:
                 self._begin_anew(tier, "began anew, without what it held")
             return whole
 
+    def begin_to_try(self, tier: Tier, group: asyncio.TaskGroup) -> None:
+        """Begin `try_again` unless it runs: one that does not answer holds up nobody else."""
+        if tier.name not in self._trying:
+            task = self._trying[tier.name] = group.create_task(self.try_again(tier))
+            task.add_done_callback(lambda _: self._trying.pop(tier.name))
+
+    def stop(self) -> None:
+        """Try no longer."""
+        for task in self._trying.values():
+            task.cancel()
+
     async def try_again(self, tier: Tier) -> None:
         """Let a tier that was given up take part again if it takes the records of this life now.
 
-        Called once after each base. One that is given up again before a base has arrived there, a full
-        disk, say, is let off for twice as many bases each time: each return costs the trainer a base.
+        Called once after each base. One that is given up again before it has held a save, a full disk,
+        say, is let off for twice as many bases each time: each return costs the trainer a base.
         """
         pause = self._pauses.setdefault(tier.name, _Pause())
         pause.left -= 1
@@ -106,8 +118,8 @@ class Presence:
         pause.next = min(PAUSE_BASES_MAX, 2 * pause.next)
         self._begin_anew(tier, "answers again")
 
-    def base_arrived(self, tier: Tier) -> None:
-        """A base is committed in a tier: whatever befalls it next is a new fault."""
+    def holds(self, tier: Tier) -> None:
+        """A save is committed in a tier: whatever befalls that next is a new fault."""
         self._pauses.pop(tier.name, None)
 
     async def _look(self, tier: Tier) -> bool:

@@ -35,7 +35,7 @@ from stepwell.pipeline.pack import base_chunk_key
 from stepwell.pipeline.records import Link
 from stepwell.pipeline.replay import State
 from stepwell.pipeline.replaying import Replayed, replay_updates
-from stepwell.pipeline.source import DAMAGE, BaseSource, SaveSource, StepSource
+from stepwell.pipeline.source import DAMAGE, READ_AHEAD, BaseSource, SaveSource, StepSource
 from stepwell.pipeline.state_ranges import state_order
 from stepwell.pipeline.tree import JsonValue, TensorLookup
 from stepwell.pipeline.update import environment_of
@@ -150,7 +150,13 @@ class Recovery:
     async def _load(self, chain: Chain) -> Outcome:
         steps = [await self.source.step(link) for link in chain.steps]
         whole = _Whole(self, chain, steps)
-        await whole.prepare()
+        try:
+            await whole.prepare()
+            return await self._load_whole(chain, whole, steps)
+        finally:
+            await whole.stop()
+
+    async def _load_whole(self, chain: Chain, whole: _Whole, steps: Sequence[StepSource]) -> Outcome:
         aux = await self._aux(steps[-1]) if steps and whole.follow else None
         tree, specs, lookup = whole.laid_over(aux)
         load = partial(self.live.load_by, tree, specs, self._bridged(lookup))
@@ -319,11 +325,16 @@ class _Whole:
     async def prepare(self) -> None:
         """Open the base, or decode the captured states up to the last."""
         if self._chain.base is not None:
-            self._base = await self._recovery.source.base(self._chain.base)
+            self._base = await self._recovery.source.base(self._chain.base, ahead=READ_AHEAD)
             self.layout, self.tier = self._base.layout, self._base.tier
             self.tree = _tree_of(self._base.header, f"base {self._chain.base.step}")
         if self._states:
             await self._decode_states()
+
+    async def stop(self) -> None:
+        """Read no further."""
+        if self._base is not None:
+            await self._base.stop()
 
     def laid_over(self, aux: Collected | None) -> tuple[Tree, tuple, Callable[[str], object]]:  # type: ignore[type-arg]
         """Return tree, specs and lookup of the whole state, with `aux` laid over it."""

@@ -234,16 +234,17 @@ class Runner:
         self._steps, self._bases = asyncio.Queue(), asyncio.Queue()
         self._queues = {tier.name: asyncio.Queue(PACKS_WAITING) for tier in self.tiers}
         self._budget = ByteBudget(self._budget_bytes)
-        bases = BaseWriter(self, self._base_workers)
         self._loop = asyncio.get_running_loop()
         self._ready.set()
         async with asyncio.TaskGroup() as group:
+            bases = BaseWriter(self, self._base_workers, group)
             group.create_task(self._encode_all())
             for tier in self.tiers:
                 group.create_task(self._write_all(tier))
             while (taken := await self._bases.get()) is not None:
                 await bases.write(*taken)
                 self._settle()
+            self.presence.stop()
 
     async def _encode_all(self) -> None:
         while (job := await self._steps.get()) is not None:
@@ -378,6 +379,7 @@ class Runner:
             self.failed(Series.STEP, link, tier, error, handle)
             return False
         self.inventory.add(Series.STEP, link, tier.name)
+        self.presence.holds(tier)
         # Before the handle, so that whoever waits for that finds everything told.
         self._events.committed(Series.STEP, link, tier, manifest.size_bytes)
         handle.resolve(tier.name)

@@ -35,13 +35,18 @@ from stepwell.pipeline.tier import Tier
 from stepwell.pipeline.zarr_base import BaseReader, GroupPlan, read_base
 from stepwell.pipeline.zarr_pack_reader import PackedReader
 
-__all__ = ["BaseSource", "SaveSource", "StepSource"]
+__all__ = ["READ_AHEAD", "BaseSource", "SaveSource", "StepSource"]
 
 Result = TypeVar("Result")
 
 # Small tensors share chunks. They are asked for parameter by parameter, which goes through the chunks of
 # weights and of each optimizer state side by side: as many as that are kept.
 RECENT_CHUNKS = 8
+
+# Reading and checking take turns on different processors. Weights and each optimizer state are read side by
+# side, so a few times what is read ahead in each of them.
+READ_AHEAD = 2
+AHEAD_MAX = 8
 
 DAMAGE = (IntegrityError, MissingObjectError, NotCommittedError)
 """What was asked for is not there, or not whole."""
@@ -153,9 +158,17 @@ class SaveSource:
             await source.open()
         return source
 
-    async def base(self, link: Link) -> BaseSource:
-        """Open a base."""
-        source = BaseSource(self, link)
+    async def base(self, link: Link, *, ahead: int = 0) -> BaseSource:
+        """Open a base.
+
+        Parameters
+        ----------
+        link : Link
+        ahead : int
+            Chunks that are read before they are asked for, after each that is; for whoever reads all
+            of it, and calls ``BaseSource.stop`` at the end.
+        """
+        source = BaseSource(self, link, ahead)
         with self.breaking(Series.BASE, link):
             await source.open()
         return source
@@ -319,7 +332,7 @@ class StepSource:
 class BaseSource:
     """One base in terms of its layout, from the nearest tier that has each chunk whole."""
 
-    def __init__(self, source: SaveSource, link: Link) -> None:
+    def __init__(self, source: SaveSource, link: Link, ahead: int = 0) -> None:
         self.link = link
         self.manifest: Manifest
         self.layout: Layout
@@ -330,6 +343,9 @@ class BaseSource:
         self._groups: dict[str, BaseReader | PackedReader] = {}
         self._recent: dict[int, Bytes] = {}
         self._parts_of: list[list[int]] = []
+        self._ahead_count = ahead
+        self._ahead: dict[int, asyncio.Task[Bytes]] = {}
+        self._asked: set[int] = set()
 
     async def open(self) -> None:
         """Read manifest, layout and header."""
@@ -349,6 +365,22 @@ class BaseSource:
 
     async def chunk(self, part: int) -> Bytes:
         """Return the bytes of one layout chunk, (size_bytes,), uint8, verified; may alias the tier."""
+        task = self._ahead.pop(part, None)
+        self._asked.add(part)
+        for later in range(part + 1, min(part + 1 + self._ahead_count, len(self.layout.chunks))):
+            if later not in self._asked and later not in self._ahead and len(self._ahead) < AHEAD_MAX:
+                self._ahead[later] = asyncio.create_task(self._read(later))
+        return await (self._read(part) if task is None else task)
+
+    async def stop(self) -> None:
+        """Read no further; what was read ahead is forgotten, and how that went."""
+        tasks = list(self._ahead.values())
+        self._ahead.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, part: int) -> Bytes:
         with self._source.breaking(Series.BASE, self.link):
             _, data = await self._source.first(
                 self._source.holders(Series.BASE, self.link),

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 DENIED_PACK = Fault(FaultKind.DENIED, "put", "*step/000000000002/*.pack")
 DENIED_COMMIT = Fault(FaultKind.DENIED, "create", "*step/000000000002/commit.json")
 DENIED_LATER = Fault(FaultKind.DENIED, "put", "*step/*.pack", after=1, times=None)
+AWAY_LATER = Fault(FaultKind.UNAVAILABLE, "create", "stepwell.json", after=1, times=None)  # it stays given up
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def whole_life(run: Run, job: Job, total: int, error: Exception | None = None) -
 
 def test_degrade_gives_the_tier_up_and_the_other_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.directory_keys = {"on_error": "degrade"}
-    break_tier(monkeypatch, "directory", DENIED_LATER)
+    break_tier(monkeypatch, "directory", DENIED_LATER, AWAY_LATER)
     job = Job()
     with run.open(job) as well:
         for step in range(3):
@@ -71,7 +72,7 @@ def test_a_tier_that_was_given_up_takes_part_again_after_a_restart(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.directory_keys = {"on_error": "degrade"}
-    break_tier(monkeypatch, "directory", DENIED_LATER)
+    break_tier(monkeypatch, "directory", DENIED_LATER, AWAY_LATER)
     job = Job()
     with run.open(job) as well, warnings.catch_warnings():
         warnings.simplefilter("ignore")
