@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -100,6 +101,7 @@ def blobs_of(options: RemoteOptions) -> Blobs:
         from stepwell.stores.blobs_fsspec import FsspecBlobs
 
         return FsspecBlobs(url, _fsspec_options(scheme, options))
+    _end_silence(options.timeout_s)
     import tensorstore as ts
 
     from stepwell.stores.base import Failure
@@ -118,6 +120,18 @@ def blobs_of(options: RemoteOptions) -> Blobs:
     )
     spec = {"driver": family, "bucket": parts.netloc, "path": prefix}
     return KvBlobs(url, spec | (_s3_spec(options) if family == "s3" else {}), context)
+
+
+def _end_silence(timeout_s: float) -> None:
+    """Let tensorstore end requests without an answer: those we gave up hold a place among all until then.
+
+    It has no deadlines by itself (google/tensorstore#291), and takes them from the environment alone, with
+    its first request; what the user has set there stays.
+    """
+    seconds = str(max(1, math.ceil(timeout_s)))
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", seconds)
+    os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+    os.environ.setdefault("TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS", seconds)
 
 
 def _s3_spec(options: RemoteOptions) -> dict[str, object]:
