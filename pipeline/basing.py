@@ -12,7 +12,7 @@ from stepwell.pipeline.keys import Series, pack_key
 from stepwell.pipeline.layout import Layout
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack import HEADER_BYTES, PackIdentity, PackKind, finish_region
-from stepwell.pipeline.tier import Tier
+from stepwell.pipeline.tier import Hold, Tier
 from stepwell.pipeline.workers import Workers
 from stepwell.pipeline.zarr_base import GroupPlan, export_base
 from stepwell.pipeline.zarr_pack import PackedPlan, export_packed
@@ -50,7 +50,7 @@ class BaseWriter:
             await self._workers.run(lambda: job.check(digest))
             header["digest"] = digest
             for tier in tiers:
-                life = tier.store.life
+                hold = tier.hold
                 if tier.lost is not None:
                     job.handle.resolve(tier.name, StoreError(f"tier {tier.name} was given up: {tier.lost}"))
                     continue
@@ -66,7 +66,7 @@ class BaseWriter:
                     else:
                         objects = (await self._pack(job, header),)
                         await self._send(job, objects[0], tier)
-                    await self._commit(job, tier, objects, digest, life)
+                    await self._commit(job, tier, objects, digest, hold)
                 except StepwellError as error:
                     self._failed(job, tier, error)
         except StepwellError as error:
@@ -157,7 +157,7 @@ class BaseWriter:
         return self._packed_plans[data_bytes_max]
 
     async def _commit(
-        self, job: BaseJob, tier: Tier, objects: tuple[ObjectEntry, ...], digest: object, life: object
+        self, job: BaseJob, tier: Tier, objects: tuple[ObjectEntry, ...], digest: object, hold: Hold
     ) -> None:
         runner = self._runner
         await runner.commit.save_layout(tier, job.layout)
@@ -176,8 +176,8 @@ class BaseWriter:
             environment=job.environment,
         )
         await runner.commit.save(tier, manifest)
-        whole = await runner.presence.same_life(tier)
-        if tier.store.life != life or not whole:
+        whole = await runner.presence.same_life(tier, hold)
+        if tier.store.life != hold.life or not whole:
             raise NotCommittedError(
                 f"base {job.link.step}: tier {tier.name} began anew and lacks what was written to it before"
             )

@@ -30,15 +30,19 @@ class Commit:
 
     def __init__(self, replicate: Replicate) -> None:
         self.replicate = replicate
-        self._layouts: dict[str, set[str]] = {}
+        self._layouts: dict[str, tuple[object, set[str]]] = {}  # by tier: its store's life, and what it has
 
     async def save_layout(self, tier: Tier, layout: Layout) -> None:
         """Bring a layout into a tier, once: it is named by its content."""
-        known = self._layouts.setdefault(tier.name, set())
-        if layout.hash not in known:
-            await self.replicate.attempt(
-                tier, lambda: tier.store.put(layout_key(layout.hash), (layout.encoded,))
-            )
+        life = tier.store.life
+        known_in, known = self._layouts.get(tier.name, (life, set()))
+        if known_in != life:
+            known = set()
+        self._layouts[tier.name] = life, known
+        if layout.hash in known:
+            return
+        await self.replicate.attempt(tier, lambda: tier.store.put(layout_key(layout.hash), (layout.encoded,)))
+        if tier.store.life == life:
             known.add(layout.hash)
 
     def forget_layouts(self, tier: Tier) -> None:

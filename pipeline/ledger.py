@@ -109,6 +109,8 @@ class Ledger:
             return self._give_up(tier, error)
 
     def _give_up(self, tier: Tier, error: BaseException) -> bool:
+        if tier.name in self._lost:
+            return True  # two of its saves were on their way
         if tier.on_error is not OnError.DEGRADE or not self._tiers - self._lost - {tier.name}:
             return False
         self._lost.add(tier.name)

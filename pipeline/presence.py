@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from stepwell.errors import DeadlineError, StepwellError, TransientStoreError
-from stepwell.pipeline.tier import Tier
+from stepwell.pipeline.tier import Hold, Tier
 
 if TYPE_CHECKING:
     from stepwell.pipeline.runner import Runner
@@ -59,17 +59,24 @@ class Presence:
         self._events = events
         self._looking: dict[str, asyncio.Lock] = {}
         self._pauses: dict[str, _Pause] = {}
+        self._gone: set[str] = set()  # tiers that lack something and have not begun anew yet
         self._trying: dict[str, asyncio.Task[None]] = {}
 
     def give_up(self, tier: Tier, error: BaseException) -> bool:
         """Whether the run goes on without a tier that failed."""
         return self._events.give_up(tier, error)
 
-    async def same_life(self, tier: Tier) -> bool:
+    async def same_life(self, tier: Tier, hold: Hold) -> bool:
         """Whether all that was committed in a tier is still there, also if its store began a new life.
 
-        If not, the tier counts from the next base on, and that is asked for. Two that meet a new life
-        at one time get the same answer.
+        If not, the tier counts from the next base on, and that is asked for.
+
+        Parameters
+        ----------
+        tier : Tier
+        hold : Hold
+            From before the first byte was written of what is to count: two that meet a new life at one
+            time get the same answer.
 
         Raises
         ------
@@ -77,13 +84,9 @@ class Presence:
             The tier could not be looked at; the next one who asks looks again.
         """
         async with self._looking.setdefault(tier.name, asyncio.Lock()):
-            if tier.store.life == tier.life:
-                return True
-            whole = await self._look(tier) and not tier.waiting
-            self._runner.commit.forget_layouts(tier)
-            if not whole:
+            if tier.store.life != tier.life and (not await self._look(tier) or tier.waiting):
                 self._begin_anew(tier, "began anew, without what it held")
-            return whole
+            return tier.beginnings == hold.beginnings
 
     def begin_to_try(self, tier: Tier, group: asyncio.TaskGroup) -> None:
         """Begin `try_again` unless it runs: one that does not answer holds up nobody else."""
@@ -106,17 +109,18 @@ class Presence:
         pause.left -= 1
         if self.enter is None or pause.left >= 0:
             return
-        try:
-            await self._look(tier)
-        except (TransientStoreError, DeadlineError):
-            return
-        except StepwellError as error:
-            self._events.refused(tier, error)
-            return
-        tier.lost = None
-        pause.left = pause.next
-        pause.next = min(PAUSE_BASES_MAX, 2 * pause.next)
-        self._begin_anew(tier, "answers again")
+        async with self._looking.setdefault(tier.name, asyncio.Lock()):
+            try:
+                await self._look(tier)
+            except (TransientStoreError, DeadlineError):
+                return
+            except StepwellError as error:
+                self._events.refused(tier, error)
+                return
+            tier.lost = None
+            pause.left = pause.next
+            pause.next = min(PAUSE_BASES_MAX, 2 * pause.next)
+            self._begin_anew(tier, "answers again")
 
     def holds(self, tier: Tier) -> None:
         """A save is committed in a tier: whatever befalls that next is a new fault."""
@@ -128,15 +132,18 @@ class Presence:
             if self.enter is not None:
                 await self.enter(tier)
             life = tier.store.life
-            whole = await self._runner.replicate.attempt(
+            if not await self._runner.replicate.attempt(
                 tier, partial(self._runner.inventory.read_again, tier)
-            )
+            ):
+                self._gone.add(tier.name)  # what is missing is forgotten now, and missed only once
             if tier.store.life == life:
                 tier.life = life
-                return whole
+                return tier.name not in self._gone
         raise TransientStoreError(f"tier {tier.name} began {LIVES_MAX} lives while it was looked at")
 
     def _begin_anew(self, tier: Tier, reason: str) -> None:
         tier.begin_anew()
+        self._gone.discard(tier.name)
         self._runner.commit.forget_layouts(tier)
-        self._events.back(tier, reason)
+        if tier.lost is None:
+            self._events.back(tier, reason)

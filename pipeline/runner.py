@@ -34,7 +34,7 @@ from stepwell.pipeline.records import Link
 from stepwell.pipeline.replicate import Replicate
 from stepwell.pipeline.retention import Removal
 from stepwell.pipeline.shard import Shard
-from stepwell.pipeline.tier import Tier
+from stepwell.pipeline.tier import Hold, Tier
 from stepwell.pipeline.workers import Workers
 from stepwell.stores.threads import lower_priority
 
@@ -324,7 +324,7 @@ class Runner:
             return
         if not manifest.self_contained and tier.hopeless(job.handle):
             return  # nothing leads to it here: its bytes would be of no use
-        life = tier.store.life
+        hold = tier.hold
         try:
             for layout in job.layouts:
                 await self.commit.save_layout(tier, layout)
@@ -335,22 +335,16 @@ class Runner:
         # Evidence only where every link of the chain has its own: a crash must not leave a step that
         # looks committed and cannot be reached.
         if manifest.self_contained:
-            if await self._commit_step(tier, job.handle, manifest, life):
+            if await self._commit_step(tier, job.handle, manifest, hold):
                 await self.base_arrived(tier, job.link.step)
         elif tier.written(job.handle, manifest):
-            await self._commit_step(tier, job.handle, manifest, life)
+            await self._commit_step(tier, job.handle, manifest, hold)
 
-    async def _whole_in(self, tier: Tier, manifest: Manifest, life: object) -> bool:
-        """Whether a save that has its evidence now is there with everything it needs.
-
-        Parameters
-        ----------
-        life : object
-            The store's life when the save was written; those who waited for a base are of the tier's.
-        """
-        if not await self.presence.same_life(tier):
+    async def _whole_in(self, tier: Tier, manifest: Manifest, hold: Hold) -> bool:
+        """Whether a save that has its evidence now is there with everything it needs."""
+        if not await self.presence.same_life(tier, hold):
             return False
-        if tier.store.life == life:
+        if tier.store.life == hold.life:
             return True
         # It began anew between the save's bytes and their evidence.
         for entry in manifest.objects:
@@ -361,15 +355,12 @@ class Runner:
                 return False
         return all([await tier.store.exists(layout_key(layout)) for layout in manifest.layouts])
 
-    async def _commit_step(
-        self, tier: Tier, handle: SaveHandle, manifest: Manifest, life: object | None = None
-    ) -> bool:
+    async def _commit_step(self, tier: Tier, handle: SaveHandle, manifest: Manifest, hold: Hold) -> bool:
         """Give a written differential its evidence, and tell."""
-        life = tier.life if life is None else life
         link = Link(manifest.incarnation, manifest.step)
         try:
             await self.commit.save(tier, manifest)
-            if not await self._whole_in(tier, manifest, life):
+            if not await self._whole_in(tier, manifest, hold):
                 self.inventory.forget(Series.STEP, link, tier.name)
                 tier.stranded.append(manifest)
                 raise NotCommittedError(
@@ -388,7 +379,8 @@ class Runner:
     async def base_arrived(self, tier: Tier, step: int) -> None:
         """A base, or a save that stands for itself, is committed: commit what waited for it, in order."""
         while (parked := tier.next_parked(step)) is not None:
-            await self._commit_step(tier, *parked)
+            # It was written in the tier's life and beginning: with any other it would have been stranded.
+            await self._commit_step(tier, *parked, Hold(tier.life, tier.beginnings))
         tier.base_written(step)
 
     def failed(

@@ -12,7 +12,7 @@ from stepwell.pipeline.manifest import Manifest
 from stepwell.stores.base import Failure, ObjectStore
 from stepwell.stores.memory import MemoryStore
 
-__all__ = ["RETRIES", "OnError", "Tier"]
+__all__ = ["RETRIES", "Hold", "OnError", "Tier"]
 
 RETRIES = 5
 """Further tries of a transient fault where nothing else is said: 1.5 s in all."""
@@ -24,6 +24,14 @@ class OnError(StrEnum):
     RAISE = "raise"
     DEGRADE = "degrade"
     RETRY = "retry"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Which life of a tier's store it is, and which beginning of the tier."""
+
+    life: object
+    beginnings: int
 
 
 @dataclass(eq=False)
@@ -53,6 +61,8 @@ class Tier:
         Why the tier is not written (policy ``degrade``), until it answers again.
     life : object
         The store's life in which all was written that counts.
+    beginnings : int
+        How often it began anew; what was begun before the last time does not count.
     needs_base : int or None
         The log has a hole here, or has not begun: saves from this step on count only once a base
         of at least this step is committed. None: the log is whole.
@@ -76,6 +86,7 @@ class Tier:
     newest: int = -1
     lost: str | None = None
     life: object = None
+    beginnings: int = 0
     needs_base: int | None = 0
     hole_from: int = 0
     hole: bool = True
@@ -101,6 +112,11 @@ class Tier:
     def waiting(self) -> bool:
         """Whether saves are written here that wait for a base."""
         return bool(self._parked)
+
+    @property
+    def hold(self) -> Hold:
+        """What a save relies on from its first byte until its evidence is there."""
+        return Hold(self.store.life, self.beginnings)
 
     def reaches(self, step: int) -> bool:
         """Whether every save that one of `step` builds on is committed here."""
@@ -173,6 +189,7 @@ class Tier:
 
     def begin_anew(self) -> None:
         """What was written here is gone, or was never written: what follows counts from a base on."""
+        self.beginnings += 1
         self.bases.lost()
         self.hole_from = 0
         self._open_hole(self.newest + 1)

@@ -48,6 +48,9 @@ class Told:
     def failed(self, series: Series, link: Link, tier: Tier | None, error: BaseException) -> None:
         self.events.append(("failed", link.step, tier and tier.name, str(error)))
 
+    def not_removed(self, tier: Tier, error: BaseException) -> None:
+        self.events.append(("not removed", -1, tier.name, str(error)))
+
     def encoded(self, link: Link, size_bytes: int) -> None:
         self.events.append(("encoded", link.step))
 
