@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -174,6 +174,15 @@ class Inventory:
         """A tier has committed a save."""
         found = self.steps if series is Series.STEP else self.bases
         found.setdefault(link, set()).add(tier)
+
+    def only(self, tiers: Collection[Tier]) -> Inventory:
+        """Return what some of the tiers hold."""
+        names = {tier.name for tier in tiers}
+        return Inventory(
+            steps={link: at & names for link, at in self.steps.items() if at & names},
+            bases={link: at & names for link, at in self.bases.items() if at & names},
+            incarnations=self.incarnations,
+        )
 
     def held_by(self, tier: str) -> Mapping[Series, list[Link]]:
         """What one tier holds."""

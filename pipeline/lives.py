@@ -14,7 +14,6 @@ from stepwell.errors import (
     TransientStoreError,
 )
 from stepwell.pipeline.chain import Chain, resolve_chain
-from stepwell.pipeline.inventory import Inventory
 from stepwell.pipeline.keys import Series, incarnation_counter, incarnation_name
 from stepwell.pipeline.reclaim import sweep
 from stepwell.pipeline.records import IncarnationRecord, Link, RunRecord
@@ -179,15 +178,8 @@ class Lives:
 
     async def _reached(self, target: Link, tiers: Sequence[Tier], source: SaveSource) -> bool:
         """Whether a save can be restored from what these tiers hold and let us read now."""
-        inventory = self._runner.inventory
-        names = {tier.name for tier in tiers}
-        held = Inventory(
-            steps={link: at & names for link, at in inventory.steps.items() if at & names},
-            bases={link: at & names for link, at in inventory.bases.items() if at & names},
-            incarnations=inventory.incarnations,
-        )
         try:
-            await resolve_chain(source.narrowed(tiers, held), target)
+            await resolve_chain(source.narrowed(tiers, self._runner.inventory.only(tiers)), target)
         except (*DAMAGE, *NO_ANSWER):
             return False
         return True

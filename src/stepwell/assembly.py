@@ -51,7 +51,7 @@ from stepwell.stores.file import FileStore
 from stepwell.stores.memory import MemoryStore
 from stepwell.stores.threads import wait_apart
 
-__all__ = ["assemble"]
+__all__ = ["assemble", "open_tiers"]
 
 LOCK_NAME = ".stepwell.lock"
 
@@ -81,50 +81,7 @@ def assemble(
     label = None if choices is None else choices.label
     live = LiveState(model, optimizer, extra, rng=config.rng, label=label)
     with ExitStack() as opened:
-        stores: dict[str, ObjectStore] = {}
-        for tier in config.tiers:
-            if isinstance(tier, DirectoryTier):
-                store = stores[tier.label] = FileStore(Path(tier.path))
-                lock = store.lock(LOCK_NAME)
-                lock.acquire()
-                opened.callback(lock.release)
-                opened.callback(store.close)
-            elif isinstance(tier, RemoteTier):
-                stores[tier.label] = _open_remote(tier, opened)
-            elif isinstance(tier, PeerTier):
-                stores[tier.label] = _open_peer(tier, config.run, opened)
-        record = _run_record(config, stores)
-        tiers: list[Tier] = []
-        arena: Arena | None = None
-        for tier in config.tiers:
-            built: ObjectStore
-            if isinstance(tier, MemoryTier):
-                arena = _open_arena(config.arena_directory(tier), record.run, fresh=fresh)
-                opened.callback(arena.close)
-                built = MemoryStore(arena)
-                opened.callback(built.close)
-            elif isinstance(tier, DirectoryTier | PeerTier | RemoteTier):
-                built = stores[tier.label]
-            else:
-                built = _plugin_store(tier)
-                opened.callback(built.close)
-            tiers.append(
-                Tier(
-                    tier.label,
-                    built,
-                    keep=tier.keep,
-                    on_error=OnError(config.error_policy(tier)),
-                    # These have their own retries, with deadlines.
-                    retries=0 if isinstance(tier, PeerTier | RemoteTier) else RETRIES,
-                    # A lossy log does not lead to the bits of a base, so every tier has all of them.
-                    bases=BaseShare(tier.log_budget if tiers and choices is None else 0.0, config.base_every),
-                    packed=isinstance(tier, DirectoryTier | RemoteTier) and tier.layout == "pack",
-                    # Each upload is in memory once more, and several at a time are faster than one.
-                    data_bytes_max=min(tier.put_bytes_max, _UPLOAD_BYTES_MAX)
-                    if isinstance(tier, RemoteTier)
-                    else None,
-                )
-            )
+        record, tiers, arena = open_tiers(config, opened, fresh=fresh)
         session = Session(
             live,
             tiers,
@@ -141,6 +98,75 @@ def assemble(
             session.abandon()
             raise
         return session
+
+
+def open_tiers(
+    config: Config, opened: ExitStack, *, fresh: bool = False
+) -> tuple[RunRecord, list[Tier], Arena | None]:
+    """Open the tiers of a configuration as the only ones that write there; `opened` closes them.
+
+    Parameters
+    ----------
+    config : Config
+    opened : ExitStack
+    fresh : bool
+        An arena of another run in the place of this one's is removed.
+
+    Returns
+    -------
+    RunRecord, list of Tier, Arena or None
+
+    Raises
+    ------
+    ConfigError, LockedError, NoSpaceError, PermanentStoreError
+        See `stepwell.open_sync`.
+    """
+    lossy = _choices(config) is not None
+    stores: dict[str, ObjectStore] = {}
+    for tier in config.tiers:
+        if isinstance(tier, DirectoryTier):
+            store = stores[tier.label] = FileStore(Path(tier.path))
+            lock = store.lock(LOCK_NAME)
+            lock.acquire()
+            opened.callback(lock.release)
+            opened.callback(store.close)
+        elif isinstance(tier, RemoteTier):
+            stores[tier.label] = _open_remote(tier, opened)
+        elif isinstance(tier, PeerTier):
+            stores[tier.label] = _open_peer(tier, config.run, opened)
+    record = _run_record(config, stores)
+    tiers: list[Tier] = []
+    arena: Arena | None = None
+    for tier in config.tiers:
+        built: ObjectStore
+        if isinstance(tier, MemoryTier):
+            arena = _open_arena(config.arena_directory(tier), record.run, fresh=fresh)
+            opened.callback(arena.close)
+            built = MemoryStore(arena)
+            opened.callback(built.close)
+        elif isinstance(tier, DirectoryTier | PeerTier | RemoteTier):
+            built = stores[tier.label]
+        else:
+            built = _plugin_store(tier)
+            opened.callback(built.close)
+        tiers.append(
+            Tier(
+                tier.label,
+                built,
+                keep=tier.keep,
+                on_error=OnError(config.error_policy(tier)),
+                # These have their own retries, with deadlines.
+                retries=0 if isinstance(tier, PeerTier | RemoteTier) else RETRIES,
+                # A lossy log does not lead to the bits of a base, so every tier has all of them.
+                bases=BaseShare(tier.log_budget if tiers and not lossy else 0.0, config.base_every),
+                packed=isinstance(tier, DirectoryTier | RemoteTier) and tier.layout == "pack",
+                # Each upload is in memory once more, and several at a time are faster than one.
+                data_bytes_max=min(tier.put_bytes_max, _UPLOAD_BYTES_MAX)
+                if isinstance(tier, RemoteTier)
+                else None,
+            )
+        )
+    return record, tiers, arena
 
 
 def _open_remote(tier: RemoteTier, opened: ExitStack) -> ObjectStore:

@@ -74,8 +74,7 @@ def test_a_tier_that_was_given_up_takes_part_again_after_a_restart(
     run.directory_keys = {"on_error": "degrade"}
     break_tier(monkeypatch, "directory", DENIED_LATER, AWAY_LATER)
     job = Job()
-    with run.open(job) as well, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), run.open(job) as well:
         for step in range(4):
             with_outcome(saved(well, job, step), "directory")
     monkeypatch.undo()

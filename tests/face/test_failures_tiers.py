@@ -142,8 +142,7 @@ def test_failed_save_leaves_retention_alone(run: Run, monkeypatch: pytest.Monkey
         monkeypatch, "directory", Fault(FaultKind.DENIED, "*", "*/00000000000[4-9]/*", times=None)
     )
     job = Job()
-    with run.open(job) as well, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), run.open(job) as well:
         for step in range(10):
             with_outcome(saved(well, job, step), "directory")
         assert well.latest_step("directory") == 3

@@ -55,7 +55,7 @@ def _version(wanted: bool) -> None:
 
 def build() -> typer.Typer:
     """Return the application; the modules of the commands are loaded here, their work is not."""
-    from stepwell.cli import clean, demo, keeper, ls, show, verify
+    from stepwell.cli import clean, demo, drain, keeper, ls, show, verify
 
     app = typer.Typer(
         name="stepwell",
@@ -82,6 +82,7 @@ def build() -> typer.Typer:
         "verify": verify.verify,
         "keeper": keeper.keeper,
         "clean": clean.clean,
+        "drain": drain.drain_run,
     }
     for name, command in commands.items():
         app.command(name, epilog=EXIT_CODES_HELP)(_leaving(command))
