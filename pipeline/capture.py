@@ -3,6 +3,8 @@
 A save is described by the gradients of the updates since the last one (`stepwell.pipeline.gradients`)
 and everything updates do not account for, or by the whole state. Which one is decided here, every
 time, and why not gradients is said.
+
+Just over 400 lines: what is decided at a save reads the same state in one go.
 """
 
 from __future__ import annotations

@@ -69,6 +69,9 @@ class Tier:
     hole_from : int
         First step of the hole, where there is one: saves before it count as ever, those between
         it and `needs_base` never will.
+    closed : tuple of int
+        The hole before: its first step, and the base that closed it. Saves in between may still be
+        waited for by nobody but a queue.
     hole : bool
         No base that would close the hole is on its way.
     stranded : list of Manifest
@@ -89,6 +92,7 @@ class Tier:
     beginnings: int = 0
     needs_base: int | None = 0
     hole_from: int = 0
+    closed: tuple[int, int] = (0, 0)
     hole: bool = True
     stranded: list[Manifest] = field(default_factory=list)
     _parked: list[tuple[SaveHandle, Manifest]] = field(default_factory=list)
@@ -120,6 +124,8 @@ class Tier:
 
     def reaches(self, step: int) -> bool:
         """Whether every save that one of `step` builds on is committed here."""
+        if self.closed[0] <= step < self.closed[1]:
+            return False  # it is late: a base that is newer closed the hole it lies in
         return self.needs_base is None or step < self.hole_from
 
     def hopeless(self, handle: SaveHandle) -> bool:
@@ -163,6 +169,7 @@ class Tier:
             assert not self._parked, "saves that wait are committed before the hole is closed"
             self.needs_base = None
             self.hole = False
+            self.closed = self.hole_from, step
 
     def base_lost(self, step: int) -> None:
         """A base of `step` did not arrive; if saves waited for it, they wait in vain."""
@@ -172,6 +179,9 @@ class Tier:
 
     def broken_at(self, step: int) -> None:
         """A differential of `step` did not arrive: what follows counts from the next base on."""
+        if step < self.closed[1]:
+            self.closed = min(self.closed[0], step), self.closed[1]
+            return
         self.hole_from = step if self.needs_base is None else min(self.hole_from, step)
         if self.hole or self.needs_base is None or self.needs_base < step:
             self._open_hole(step)
@@ -190,6 +200,7 @@ class Tier:
     def begin_anew(self) -> None:
         """What was written here is gone, or was never written: what follows counts from a base on."""
         self.beginnings += 1
+        self.closed = 0, 0
         self.bases.lost()
         self.hole_from = 0
         self._open_hole(self.newest + 1)
@@ -218,7 +229,8 @@ class Tier:
 
     def _needs(self, step: int) -> None:
         """No base older than `step` closes the hole; what was asked for before still holds."""
-        self.needs_base = step if self.needs_base is None else max(self.needs_base, step)
+        if step >= self.closed[1]:
+            self.needs_base = step if self.needs_base is None else max(self.needs_base, step)
 
     def _closed_by(self, step: int) -> bool:
         """Whether a base of `step` closes the hole there is."""

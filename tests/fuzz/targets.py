@@ -8,6 +8,7 @@ from decoder_targets import DECODERS
 from document_targets import DOCUMENTS
 from fuzzing import Target
 from pack_targets import PACKS
+from reference_targets import REFERENCES
 
-READERS: Mapping[str, Target] = {**PACKS, **DOCUMENTS}
+READERS: Mapping[str, Target] = {**PACKS, **DOCUMENTS, **REFERENCES}
 TARGETS: Mapping[str, Target] = {**DECODERS, **READERS}

@@ -235,3 +235,27 @@ def test_hole_that_opens_while_waiting_saves_are_committed_stays_open() -> None:
     tier.base_written(5)
     assert [state(one) for one in waiting] == ["counts", "lost"]
     assert state(written(tier, 9)) == "lost"
+
+
+def test_save_that_comes_late_to_a_hole_that_a_newer_base_closed_was_acknowledged() -> None:
+    """It still waited in the queue when the base behind it was committed; what it builds on is missing."""
+    tier = begun()
+    tier.newest = 56
+    tier.begin_anew()
+    tier.base_expected(57, alone=False)
+    arrived(tier, 57)
+    assert state(written(tier, 56)) == "lost"
+    assert state(written(tier, 57)) == "counts", "the late one opens no new hole"
+    assert tier.needs_base is None
+    tier.broken_at(56)
+    assert state(written(tier, 58)) == "counts"
+
+
+def test_saves_before_a_base_without_a_differential_count_although_they_come_after_it() -> None:
+    tier = begun()
+    tier.base_expected(57, alone=True)
+    arrived(tier, 57)
+    assert state(written(tier, 55)) == "counts"
+    tier.broken_at(56)
+    assert state(written(tier, 56)) == "lost"
+    assert state(written(tier, 58)) == "counts"
