@@ -114,7 +114,8 @@ def test_a_damaged_save_in_memory_is_not_brought(
     run.train(range(STEPS))
     lose_directory(run)
     with Arena.inspect(run.memory) as arena:
-        (base,) = (key for key in arena.keys() if "/base/" in key and key.endswith(".pack"))
+        names = arena.keys()
+        (base,) = (name for name in names if "/base/" in name and name.endswith(".pack"))
         region = arena.find(base)
         assert region is not None
         path = Path(region.path)
