@@ -121,6 +121,19 @@ class Lives:
                 failed[tier.name] = error
         return failed
 
+    async def free(self) -> None:
+        """Let go of what other nodes hold in their memory: a tier that survives everything has it all.
+
+        The records stay: they keep older lives from writing there.
+        """
+        runner = self._runner
+        for tier in runner.tiers:
+            if tier.survives is not Failure.NODE or tier.has_commit_records or tier.lost is not None:
+                continue
+            for incarnation in sorted(runner.inventory.named_incarnations()):
+                for series in Series:
+                    await tier.store.delete_dir(f"{incarnation}/{series}")
+
     async def adopt(self, chain: Chain, source: SaveSource) -> tuple[int, int]:
         """Judge from which tiers the restored save can be reached, each alone or with what outlives it.
 

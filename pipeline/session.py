@@ -543,7 +543,15 @@ class Session:
                 self.ledger.failed(Series.BASE, self._previous, tier, error)
         if far.survives is Failure.PROCESS:
             return False
-        return self._wait(self._lives.newest_is_whole_in(far), left_s)
+        if not self._wait(self._lives.newest_is_whole_in(far), left_s):
+            return False
+        if far.survives is Failure.EVERYTHING:
+            try:
+                self._wait(self._lives.free(), left_s)
+            except StepwellError as error:
+                # They keep what they have, which does no harm.
+                warnings.warn(f"stepwell: memory of other nodes was not freed: {error}", stacklevel=4)
+        return True
 
     def _go_on_from(self, outcome: Outcome, source: SaveSource) -> None:
         """Lead the log on from a restored save, if that is sound; else the next save is a base."""

@@ -19,6 +19,8 @@ from keeper_rig import RUN, Node, make_secret
 import stepwell
 from stepwell.cli.app import run as run_command
 from stepwell.errors import NotCommittedError, PermanentStoreError
+from stepwell.keeper.keeper import ARENA_NAME
+from stepwell.stores.arena import Arena
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -143,7 +145,8 @@ def test_peer_that_is_away_for_a_while_stops_nobody_and_catches_up(
 ) -> None:
     node = start("peer")
     job = Job()
-    config = config_of(memory_directory / "own", node.tier(), _directory(memory_directory))
+    # The peer comes last, so that it keeps what it holds when the run ends.
+    config = config_of(memory_directory / "own", _directory(memory_directory), node.tier())
     with opened(config, job) as well, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         saved(well, job, 0, "peer")
@@ -170,6 +173,37 @@ def test_peer_that_is_away_for_a_while_stops_nobody_and_catches_up(
 
 def _directory(place: Path) -> dict[str, object]:
     return {"kind": "directory", "path": str(place / "directory")}
+
+
+def test_end_of_a_run_frees_what_its_peers_hold(start: Start, memory_directory: Path) -> None:
+    """Everything is in the directory then; the records stay, and the next life goes on."""
+    node = start("peer")
+    config = config_of(memory_directory / "own", node.tier(), _directory(memory_directory))
+    job = Job()
+    with opened(config, job) as well:
+        for step in range(3):
+            saved(well, job, step, "peer")
+        well.wait_until_finished(PATIENCE_S)
+    assert held(node) == {"step": 0, "base": 0}
+    again = Job(seed=99)
+    with opened(config, again) as well:
+        back = well.restore()
+        assert back is not None
+        assert (back.step, back.tier) == (2, "directory")
+        saved(well, again, 3, "peer")
+        well.wait_until_finished(PATIENCE_S)
+        assert held(node) == {"step": 1, "base": 0}, "the directory, which survives more, has the rest"
+    assert held(node) == {"step": 0, "base": 0}
+
+
+def held(node: Node) -> dict[str, int]:
+    """How many saves and bases a keeper holds."""
+    with Arena.inspect(node.directory / ARENA_NAME) as arena:
+        names = arena.keys()
+        return {
+            series: sum(f"/{series}/" in name and name.endswith(".pack") for name in names)
+            for series in ("step", "base")
+        }
 
 
 def test_run_opens_without_its_peer_and_says_so(start: Start, memory_directory: Path) -> None:
