@@ -14,7 +14,7 @@ from fuzzing import CORPUS, bounded
 from json_damage import damage_json, dumped
 from saves import IDENTITY, LAYOUT
 
-from stepwell.errors import FormatError, IntegrityError, MissingObjectError
+from stepwell.errors import IntegrityError, MissingObjectError
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
 from stepwell.pipeline.pack import PackKind
 from stepwell.pipeline.zarr_group import GroupPlan
@@ -75,6 +75,14 @@ WANTED = [
 ]
 
 
+def _read_bounded(case: bytes) -> list[bytes] | None:
+    with bounded():
+        try:
+            return asyncio.run(read(case))
+        except (IntegrityError, MissingObjectError):
+            return None
+
+
 @cache
 def _warm() -> None:
     """Load what is loaded by the first read: it is no part of a case."""
@@ -91,11 +99,13 @@ class ReferenceTarget:
     def check(self, case: bytes) -> None:
         """Assert that."""
         _warm()
-        with bounded():
-            try:
-                found = asyncio.run(read(case))
-            except (IntegrityError, FormatError, MissingObjectError):
-                return
+        try:
+            found = _read_bounded(case)
+        except AssertionError:
+            # Once in some ten thousand runs a table of asyncio's grows; what a case asks for, it asks for again.
+            found = _read_bounded(case)
+        if found is None:
+            return
         for chunk, got, wanted in zip(LAYOUT.chunks, found, WANTED, strict=True):
             for piece in chunk.pieces:  # between them is nothing that is kept
                 start = piece.offset_bytes
