@@ -102,7 +102,7 @@ class ReferenceTarget:
         try:
             found = _read_bounded(case)
         except AssertionError:
-            # Once in some ten thousand runs a table of asyncio's grows; what a case asks for, it asks for again.
+            # Now and then a table of asyncio's grows; what a case asks for, it asks for again.
             found = _read_bounded(case)
         if found is None:
             return
