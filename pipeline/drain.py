@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from stepwell.errors import IntegrityError, NotCommittedError
+from stepwell.errors import IntegrityError, NotCommittedError, UsageError
 from stepwell.pipeline.base import Bytes
 from stepwell.pipeline.chain import resolve_chain
 from stepwell.pipeline.commit import Commit
@@ -58,6 +58,8 @@ async def drain(
     inventory: Inventory,
     commit: Commit,
     record: RunRecord,
+    *,
+    lossy: bool,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Drained]:
     """Bring the newest save that is whole anywhere to every tier that has commit records.
@@ -70,6 +72,8 @@ async def drain(
         What they hold; kept up to date.
     commit : Commit
     record : RunRecord
+    lossy : bool
+        The log does not lead to the bits of a base, so it never stands in for one.
     progress : callable
         Told how many saves of how many are copied, for each tier from the beginning.
 
@@ -83,17 +87,44 @@ async def drain(
     NotCommittedError
         Nothing is committed anywhere.
     IntegrityError
-        Saves are committed, and none is whole.
+        Saves are committed, and none is whole; or what a tier held before is damaged, so that the save
+        cannot be restored from there alone.
+    ObjectExistsError
+        A tier belongs to another run; nothing was written.
+    UsageError
+        No tier has commit records.
     StoreError
         A tier cannot be read or written; what was committed there until then stays.
     """
+    written = [tier for tier in tiers if tier.has_commit_records]
+    if not written:
+        raise UsageError("no tier of this run keeps what it is brought: there is nothing to drain to")
     source = SaveSource(tiers, inventory, commit)
     target = await _newest_whole(source)
     drained = []
-    for tier in tiers:
-        if tier.has_commit_records:
-            drained.append(await _Drain(source, commit, record, tier).run(target, progress))
+    for tier in written:
+        drained.append(await _Drain(source, commit, record, tier, lossy).run(target, progress))
+        await _check_alone(SaveSource([tier], inventory.only([tier]), commit), target, tier)
     return drained
+
+
+async def _check_alone(source: SaveSource, target: Link, tier: Tier) -> None:
+    """Read all that leads to `target` from one tier: what was there before may be damaged."""
+    try:
+        chain = await resolve_chain(source, target)
+        if chain.base is not None:
+            base = await source.base(chain.base)
+            for part in range(len(base.layout.chunks)):
+                await base.chunk(part)
+        for link in chain.steps:
+            step = await source.step(link)
+            for key in step.keys:
+                await step.chunk(key)
+    except DAMAGE as error:
+        raise IntegrityError(
+            f"step {target.step} cannot be restored from tier {tier.name} alone: {error}; what is in memory "
+            "is kept, and a restore with it works"
+        ) from error
 
 
 async def _newest_whole(source: SaveSource) -> Link:
@@ -114,11 +145,14 @@ async def _newest_whole(source: SaveSource) -> Link:
 class _Drain:
     """Brings saves to one tier."""
 
-    def __init__(self, source: SaveSource, commit: Commit, record: RunRecord, tier: Tier) -> None:
+    def __init__(
+        self, source: SaveSource, commit: Commit, record: RunRecord, tier: Tier, lossy: bool
+    ) -> None:
         self._source = source
         self._commit = commit
         self._record = record
         self._tier = tier
+        self._lossy = lossy
         self._size_bytes = 0
 
     async def run(self, target: Link, progress: Callable[[int, int], None]) -> Drained:
@@ -157,6 +191,8 @@ class _Drain:
             if place in source.inventory.bases and by_base is None:
                 size_bytes = (await source.any_manifest(Series.BASE, place)).size_bytes
                 by_base = log_bytes + size_bytes, place, len(steps)
+                if self._lossy:
+                    break
             if place not in source.inventory.steps or (by_base is not None and log_bytes > by_base[0]):
                 break
             manifest = await source.any_manifest(Series.STEP, place)

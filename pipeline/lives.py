@@ -11,6 +11,7 @@ from functools import partial
 from stepwell.errors import (
     NoSpaceError,
     StepwellError,
+    StoreError,
     TransientStoreError,
 )
 from stepwell.pipeline.chain import Chain, resolve_chain
@@ -130,9 +131,12 @@ class Lives:
         for tier in runner.tiers:
             if tier.survives is not Failure.NODE or tier.has_commit_records or tier.lost is not None:
                 continue
-            for incarnation in sorted(runner.inventory.named_incarnations()):
-                for series in Series:
-                    await tier.store.delete_dir(f"{incarnation}/{series}")
+            try:
+                for incarnation in sorted(runner.inventory.named_incarnations()):
+                    for series in Series:
+                        await tier.store.delete_dir(f"{incarnation}/{series}")
+            except StoreError as error:
+                runner.presence.keeps(tier, error)
 
     async def adopt(self, chain: Chain, source: SaveSource) -> tuple[int, int]:
         """Judge from which tiers the restored save can be reached, each alone or with what outlives it.

@@ -35,6 +35,10 @@ class PresenceEvents(Protocol):
         """A tier that was given up answers, and will not take this run."""
         ...
 
+    def not_removed(self, tier: Tier, error: BaseException) -> None:
+        """What retention lets go cannot be removed from a tier; it is tried again after the next base."""
+        ...
+
 
 @dataclass(slots=True)
 class _Pause:
@@ -65,6 +69,10 @@ class Presence:
     def give_up(self, tier: Tier, error: BaseException) -> bool:
         """Whether the run goes on without a tier that failed."""
         return self._events.give_up(tier, error)
+
+    def keeps(self, tier: Tier, error: BaseException) -> None:
+        """What a tier should let go stays there, which harms nothing."""
+        self._events.not_removed(tier, error)
 
     async def same_life(self, tier: Tier, hold: Hold) -> bool:
         """Whether all that was committed in a tier is still there, also if its store began a new life.

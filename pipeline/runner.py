@@ -58,10 +58,6 @@ class RunnerEvents(PresenceEvents, Protocol):
         """A save or base did not arrive in a tier, or in none (tier None)."""
         ...
 
-    def not_removed(self, tier: Tier, error: BaseException) -> None:
-        """What retention lets go cannot be removed from a tier; it is tried again after the next base."""
-        ...
-
     def encoded(self, link: Link, size_bytes: int) -> None:
         """A differential is encoded and its capture slots are free."""
         ...

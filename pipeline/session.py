@@ -546,11 +546,7 @@ class Session:
         if not self._wait(self._lives.newest_is_whole_in(far), left_s):
             return False
         if far.survives is Failure.EVERYTHING:
-            try:
-                self._wait(self._lives.free(), left_s)
-            except StepwellError as error:
-                # They keep what they have, which does no harm.
-                warnings.warn(f"stepwell: memory of other nodes was not freed: {error}", stacklevel=4)
+            self._wait(self._lives.free(), left_s)
         return True
 
     def _go_on_from(self, outcome: Outcome, source: SaveSource) -> None:

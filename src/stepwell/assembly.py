@@ -51,7 +51,7 @@ from stepwell.stores.file import FileStore
 from stepwell.stores.memory import MemoryStore
 from stepwell.stores.threads import wait_apart
 
-__all__ = ["assemble", "open_tiers"]
+__all__ = ["assemble", "is_lossy", "open_tiers"]
 
 LOCK_NAME = ".stepwell.lock"
 
@@ -100,6 +100,11 @@ def assemble(
         return session
 
 
+def is_lossy(config: Config) -> bool:
+    """Whether a stage of the pipeline loses something."""
+    return _choices(config) is not None
+
+
 def open_tiers(
     config: Config, opened: ExitStack, *, fresh: bool = False
 ) -> tuple[RunRecord, list[Tier], Arena | None]:
@@ -121,7 +126,7 @@ def open_tiers(
     ConfigError, LockedError, NoSpaceError, PermanentStoreError
         See `stepwell.open_sync`.
     """
-    lossy = _choices(config) is not None
+    lossy = is_lossy(config)
     stores: dict[str, ObjectStore] = {}
     for tier in config.tiers:
         if isinstance(tier, DirectoryTier):

@@ -57,7 +57,7 @@ def drain_run(
 
 
 def _drain(config: Config, *, remove: bool, quiet: bool) -> list[Drained]:
-    from stepwell.assembly import open_tiers
+    from stepwell.assembly import is_lossy, open_tiers
 
     if config.memory is None:
         raise ConfigError("this run has no memory tier: there is nothing to drain")
@@ -74,8 +74,11 @@ def _drain(config: Config, *, remove: bool, quiet: bool) -> list[Drained]:
         replicate = Replicate(config.stall_limit_s)
 
         async def work(meter: Meter) -> list[Drained]:
+            commit = Commit(replicate)
+            for tier in tiers:
+                await commit.check_run(tier, record)
             inventory = await Inventory.read(tiers, replicate)
-            return await drain(tiers, inventory, Commit(replicate), record, meter)
+            return await drain(tiers, inventory, commit, record, lossy=is_lossy(config), progress=meter)
 
         with Meter("draining", quiet=quiet) as meter:
             drained = asyncio.run(work(meter))
