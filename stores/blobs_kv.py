@@ -14,6 +14,8 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import TypeVar
 
 import tensorstore as ts
 
@@ -23,6 +25,8 @@ from stepwell.stores.blobs import Blob, Blobs
 from stepwell.stores.condition import created_by_us
 
 __all__ = ["KvBlobs"]
+
+Result = TypeVar("Result")
 
 BY_REFERENCE_BYTES_MIN = 1 << 18  # opening an array takes 0.5 ms, in which 256 KiB are copied many times
 FAR = 1 << 50  # no object reaches here: S3 ends at 50 TB, GCS at 5 TiB
@@ -101,7 +105,7 @@ class KvBlobs(Blobs):
             )
         if self._opened is None:
             try:
-                self._opened = await ts.KvStore.open(self._spec, context=self._context)
+                self._opened = await _awaited(ts.KvStore.open(self._spec, context=self._context))
             except ValueError as error:
                 raise self._meaning(error, "open") from error
         return self._opened
@@ -112,7 +116,7 @@ class KvBlobs(Blobs):
         for _ in range(CLIPS_MAX):
             whole = start == 0 and stop is None
             try:
-                result = await kv.read(key, byte_range=None if whole else slice(start, stop))
+                result = await _awaited(kv.read(key, byte_range=None if whole else slice(start, stop)))
             except ValueError as error:
                 if _status(error) != "OUT_OF_RANGE":
                     raise self._meaning(error, f"read {key!r}") from error
@@ -132,7 +136,7 @@ class KvBlobs(Blobs):
         """Ask for a byte that no object has: the refusal names the size; else search for it."""
         try:
             # What lies so far off is never sent, so nothing but the answer costs anything.
-            result = await (await self._kv()).read(key, byte_range=slice(FAR, FAR + 1))
+            result = await _awaited((await self._kv()).read(key, byte_range=slice(FAR, FAR + 1)))
         except ValueError as error:
             if _status(error) != "OUT_OF_RANGE":
                 raise self._meaning(error, f"ask for the size of {key!r}") from error
@@ -161,7 +165,9 @@ class KvBlobs(Blobs):
     async def _reaches(self, key: str, size_bytes: int) -> bool | None:
         """Whether an object has at least `size_bytes` bytes (from 1 on); None if absent."""
         try:
-            result = await (await self._kv()).read(key, byte_range=slice(size_bytes - 1, size_bytes))
+            result = await _awaited(
+                (await self._kv()).read(key, byte_range=slice(size_bytes - 1, size_bytes))
+            )
         except ValueError as error:
             if _status(error) != "OUT_OF_RANGE":
                 raise self._meaning(error, f"ask for the size of {key!r}") from error
@@ -173,7 +179,7 @@ class KvBlobs(Blobs):
         kv = await self._kv()
         try:
             if data.nbytes < BY_REFERENCE_BYTES_MIN:
-                await kv.write(key, data.tobytes())
+                await _awaited(kv.write(key, data.tobytes()))
             else:
                 await self._write_by_reference(key, data)
         except ValueError as error:
@@ -191,34 +197,36 @@ class KvBlobs(Blobs):
             "filters": None,
             "fill_value": None,
         }
-        array = await ts.open(
-            {
-                "driver": "zarr",
-                # The only chunk has the key "0"; one character is cut off, and the object's name is left.
-                "kvstore": {
-                    "driver": "kvstack",
-                    "layers": [{"exact": "0", "strip_prefix": 1, "base": base}],
+        array = await _awaited(
+            ts.open(
+                {
+                    "driver": "zarr",
+                    # The only chunk has the key "0"; one character is cut off, and the object's name is left.
+                    "kvstore": {
+                        "driver": "kvstack",
+                        "layers": [{"exact": "0", "strip_prefix": 1, "base": base}],
+                    },
+                    "metadata": metadata,
+                    "open": True,
+                    "assume_metadata": True,
+                    "store_data_equal_to_fill_value": True,
                 },
-                "metadata": metadata,
-                "open": True,
-                "assume_metadata": True,
-                "store_data_equal_to_fill_value": True,
-            },
-            # With a cache of its own: in a shared one, a second try would wait for the one that hangs.
-            context=ts.Context({"cache_pool": {}}, self._context),
+                # With a cache of its own: in a shared one, a second try would wait for the one that hangs.
+                context=ts.Context({"cache_pool": {}}, self._context),
+            )
         )
-        await array.write(data, can_reference_source_data_indefinitely=True)
+        await _awaited(array.write(data, can_reference_source_data_indefinitely=True).commit)
 
     async def create(self, key: str, data: Blob) -> bool:
         """Write with the condition that the key is still absent; see ``Blobs.create``."""
         kv = await self._kv()
         try:
-            there = await kv.read(key, byte_range=slice(0, 0))
+            there = await _awaited(kv.read(key, byte_range=slice(0, 0)))
             if there.state != "missing":
                 return False
             # The generation of the missing object: an empty one would mean no condition at all.
             assert there.stamp.generation
-            stamp = await kv.write(key, data.tobytes(), if_equal=there.stamp.generation)
+            stamp = await _awaited(kv.write(key, data.tobytes(), if_equal=there.stamp.generation))
         except ValueError as error:
             raise self._meaning(error, f"create {key!r} of {data.nbytes} bytes") from error
         # A lost race is an empty generation, not an error.
@@ -232,10 +240,10 @@ class KvBlobs(Blobs):
         kv = await self._kv()
         probe = f"{key}{secrets.token_hex(8)}"
         try:
-            missing = (await kv.read(probe)).stamp.generation
+            missing = (await _awaited(kv.read(probe))).stamp.generation
             racing = [kv.write(probe, bytes([at]), if_equal=missing) for at in range(RACERS)]
             stamps = await asyncio.gather(*map(_awaited, racing))
-            await kv.write(probe, None)
+            await _awaited(kv.write(probe, None))
         except ValueError as error:
             raise self._meaning(error, f"create {probe!r}") from error
         return sum(bool(stamp.generation) for stamp in stamps) <= 1
@@ -244,7 +252,7 @@ class KvBlobs(Blobs):
         """Remove an object."""
         kv = await self._kv()
         try:
-            await kv.write(key, None)
+            await _awaited(kv.write(key, None))
         except ValueError as error:
             raise self._meaning(error, f"delete {key!r}") from error
 
@@ -255,7 +263,7 @@ class KvBlobs(Blobs):
         # No UTF-8 text has the byte 0xff, so this is above everything that starts with the prefix.
         keys = ts.KvStore.KeyRange(start, start[:-1] + bytes([start[-1] + 1])) if start else None
         try:
-            return [key.decode("utf-8", "surrogateescape") for key in await kv.list(keys)]
+            return [key.decode("utf-8", "surrogateescape") for key in await _awaited(kv.list(keys))]
         except ValueError as error:
             raise self._meaning(error, f"list {prefix!r}") from error
 
@@ -278,10 +286,26 @@ class KvBlobs(Blobs):
         return PermanentStoreError(text)
 
 
-async def _awaited(
-    future: ts.Future[ts.KvStore.TimestampedStorageGeneration],
-) -> ts.KvStore.TimestampedStorageGeneration:
-    return await future
+async def _awaited(future: ts.Future[Result]) -> Result:
+    """Wait for a future of tensorstore, and leave it behind where this is cancelled.
+
+    It may end long after that, when our loop is closed; awaited directly it would then raise in a thread of
+    tensorstore's, for nobody.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def tell(_: ts.Future[Result]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(end)
+
+    future.add_done_callback(tell)
+    await ended
+    return future.result()
 
 
 def _status(error: ValueError) -> str:

@@ -129,7 +129,12 @@ def test_copies_take_no_bytes(place: Place, monkeypatch: pytest.MonkeyPatch, del
     monkeypatch.setattr("stepwell.assembly.may_derive", lambda stages: False)
     plain = packs_of(trained(Place(place.root / "without", {}), delta))
     sizes = []
-    for one, other in zip(derived[2:], plain[2:], strict=True):
+    # Which saves have a pack beside a base is a matter of time: compare the same steps.
+    same = {path.parent.name: path for path in plain[2:]}
+    for one in derived[2:]:
+        other = same.get(one.parent.name)
+        if other is None:
+            continue
         halves = [row for row in rows_of(one) if is_half(row)]
         assert {row.encodings[0]["id"] for row in halves} == {DERIVED}
         assert sum(row.size_bytes for row in halves) == 0
@@ -139,6 +144,7 @@ def test_copies_take_no_bytes(place: Place, monkeypatch: pytest.MonkeyPatch, del
         # The index tells of the casts instead.
         assert saved > before - 400 * len(halves)
         sizes.append((one.stat().st_size, other.stat().st_size))
+    assert len(sizes) >= 2
     print(f"{delta}: packs of {sizes[-1][0]} bytes, {sizes[-1][1]} without, last of {len(sizes)}")
 
 
