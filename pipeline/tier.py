@@ -17,6 +17,8 @@ __all__ = ["RETRIES", "Hold", "OnError", "Tier"]
 RETRIES = 5
 """Further tries of a transient fault where nothing else is said: 1.5 s in all."""
 
+CLOSED_MAX = 16  # holes that are told apart; a save that comes later than so many may count as lost
+
 
 class OnError(StrEnum):
     """What a tier that fails does to the run."""
@@ -69,9 +71,9 @@ class Tier:
     hole_from : int
         First step of the hole, where there is one: saves before it count as ever, those between
         it and `needs_base` never will.
-    closed : tuple of int
-        The hole before: its first step, and the base that closed it. Saves in between may still be
-        waited for by nobody but a queue.
+    closed : list of tuple of int
+        The holes before, oldest first: the first step of each, and the base that closed it. Saves in
+        between may still be waited for by nobody but a queue.
     hole : bool
         No base that would close the hole is on its way.
     stranded : list of Manifest
@@ -92,7 +94,7 @@ class Tier:
     beginnings: int = 0
     needs_base: int | None = 0
     hole_from: int = 0
-    closed: tuple[int, int] = (0, 0)
+    closed: list[tuple[int, int]] = field(default_factory=list)
     hole: bool = True
     stranded: list[Manifest] = field(default_factory=list)
     _parked: list[tuple[SaveHandle, Manifest]] = field(default_factory=list)
@@ -124,7 +126,7 @@ class Tier:
 
     def reaches(self, step: int) -> bool:
         """Whether every save that one of `step` builds on is committed here."""
-        if self.closed[0] <= step < self.closed[1]:
+        if any(first <= step < base for first, base in self.closed):
             return False  # it is late: a base that is newer closed the hole it lies in
         return self.needs_base is None or step < self.hole_from
 
@@ -169,7 +171,7 @@ class Tier:
             assert not self._parked, "saves that wait are committed before the hole is closed"
             self.needs_base = None
             self.hole = False
-            self.closed = self.hole_from, step
+            self._close(self.hole_from, step)
 
     def base_lost(self, step: int) -> None:
         """A base of `step` did not arrive; if saves waited for it, they wait in vain."""
@@ -179,9 +181,10 @@ class Tier:
 
     def broken_at(self, step: int) -> None:
         """A differential of `step` did not arrive: what follows counts from the next base on."""
-        if step < self.closed[1]:
-            self.closed = min(self.closed[0], step), self.closed[1]
-            return
+        for index, (first, base) in enumerate(self.closed):
+            if step < base:
+                self.closed[index] = min(first, step), base
+                return
         self.hole_from = step if self.needs_base is None else min(self.hole_from, step)
         if self.hole or self.needs_base is None or self.needs_base < step:
             self._open_hole(step)
@@ -200,7 +203,7 @@ class Tier:
     def begin_anew(self) -> None:
         """What was written here is gone, or was never written: what follows counts from a base on."""
         self.beginnings += 1
-        self.closed = 0, 0
+        self.closed.clear()
         self.bases.lost()
         self.hole_from = 0
         self._open_hole(self.newest + 1)
@@ -227,9 +230,15 @@ class Tier:
         for handle, manifest in parked:
             self._strand(handle, manifest)
 
+    def _close(self, first: int, base: int) -> None:
+        """Remember the hole from `first` on that the base closed; the oldest two of many become one."""
+        self.closed.append((first, base))
+        if len(self.closed) > CLOSED_MAX:
+            self.closed[:2] = [(self.closed[0][0], self.closed[1][1])]
+
     def _needs(self, step: int) -> None:
         """No base older than `step` closes the hole; what was asked for before still holds."""
-        if step >= self.closed[1]:
+        if not self.closed or step >= self.closed[-1][1]:
             self.needs_base = step if self.needs_base is None else max(self.needs_base, step)
 
     def _closed_by(self, step: int) -> bool:

@@ -259,3 +259,39 @@ def test_saves_before_a_base_without_a_differential_count_although_they_come_aft
     tier.broken_at(56)
     assert state(written(tier, 56)) == "lost"
     assert state(written(tier, 58)) == "counts"
+
+
+def test_save_that_comes_late_to_a_hole_before_the_last_one_was_acknowledged() -> None:
+    tier = begun()
+    for first, base in ((5, 10), (20, 30)):
+        tier.broken_at(first)
+        tier.base_expected(base, alone=False)
+        arrived(tier, base)
+    tier.base_expected(40, alone=True)
+    arrived(tier, 40)
+    late = {step: state(written(tier, step)) for step in (4, 7, 15, 25, 35)}
+    assert late == {4: "counts", 7: "lost", 15: "counts", 25: "lost", 35: "counts"}
+    assert state(written(tier, 41)) == "counts"
+
+
+def test_late_fault_makes_the_hole_longer_that_the_next_base_closed_and_no_other() -> None:
+    tier = begun()
+    for first, base in ((5, 10), (20, 30)):
+        tier.broken_at(first)
+        tier.base_expected(base, alone=False)
+        arrived(tier, base)
+    tier.broken_at(3)
+    tier.broken_at(17)
+    late = {step: state(written(tier, step)) for step in (2, 4, 15, 18, 31)}
+    assert late == {2: "counts", 4: "lost", 15: "counts", 18: "lost", 31: "counts"}
+
+
+def test_holes_remembered_stay_few_and_no_save_in_them_counts() -> None:
+    tier = begun()
+    for number in range(1, 101):
+        tier.broken_at(10 * number)
+        tier.base_expected(10 * number + 5, alone=False)
+        arrived(tier, 10 * number + 5)
+    assert len(tier.closed) < 20
+    assert {state(written(tier, 10 * number + 2)) for number in range(1, 101)} == {"lost"}
+    assert state(written(tier, 1008)) == "counts"
