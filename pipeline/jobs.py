@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from stepwell.pipeline.base import Chunk
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.layout import Layout
+from stepwell.pipeline.marks import CaptureMark
 from stepwell.pipeline.pack import PackKind
 from stepwell.pipeline.records import Link
 
@@ -44,6 +45,9 @@ class StepJob:
         The save before had a base beside it, or there is none in this life.
     with_base : bool
         A base of the same save goes along.
+    mark : CaptureMark or None
+        Set once the save is captured whole, for whoever comes after this process. `release` takes it
+        back, so then that is called when the memory tier is done with the save.
     """
 
     link: Link
@@ -58,6 +62,7 @@ class StepJob:
     environment: Mapping[str, object] = field(default_factory=dict)
     after_base: bool = True
     with_base: bool = False
+    mark: CaptureMark | None = None
 
 
 @dataclass(slots=True)

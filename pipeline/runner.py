@@ -29,6 +29,7 @@ from stepwell.pipeline.jobs import BaseJob, Job, StepJob
 from stepwell.pipeline.keys import Series, layout_key, pack_key
 from stepwell.pipeline.loop import loop_of
 from stepwell.pipeline.manifest import Manifest, ObjectEntry
+from stepwell.pipeline.marks import CaptureMark
 from stepwell.pipeline.pack import Packed, PackIdentity, PackKind
 from stepwell.pipeline.presence import Presence, PresenceEvents
 from stepwell.pipeline.reclaim import reclaim, remove_save
@@ -129,6 +130,7 @@ class Runner:
         self._budget_bytes = budget_bytes
         self._workers = Workers(threads, "stepwell-encode")
         self._base_workers = Workers(1, "stepwell-base")
+        self._mark_worker = Workers(1, "stepwell-mark")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready = threading.Event()
         self._behind = False  # from the first save on: what comes before, a restore, is waited for
@@ -191,6 +193,7 @@ class Runner:
             return False
         self._workers.close()
         self._base_workers.close()
+        self._mark_worker.close()
         return True
 
     def _accept(self, job: Job) -> None:
@@ -212,6 +215,8 @@ class Runner:
             for tier in self.tiers:
                 tier.newest = max(tier.newest, step)
                 tier.bases.saved(step)
+            if job.mark is not None:
+                self._group.create_task(self._mark(job, job.mark))
             self._steps.put_nowait(job)
 
     def _run(self) -> None:
@@ -233,8 +238,9 @@ class Runner:
         self._queues = {tier.name: asyncio.Queue(PACKS_WAITING) for tier in self.tiers}
         self._budget = ByteBudget(self._budget_bytes)
         self._loop = asyncio.get_running_loop()
-        self._ready.set()
         async with asyncio.TaskGroup() as group:
+            self._group = group
+            self._ready.set()
             bases = BaseWriter(self, self._base_workers, group)
             group.create_task(self._encode_all())
             for tier in self.tiers:
@@ -251,6 +257,8 @@ class Runner:
             except StepwellError as error:
                 if self._closed_loop is not None:
                     self._closed_loop.abort()
+                if job.mark is not None:
+                    await self._workers.run(job.release)
                 self.failed(Series.STEP, job.link, None, error, job.handle)
                 self._settle()
                 continue
@@ -258,6 +266,19 @@ class Runner:
                 await self._queues[tier.name].put(encoded)
         for tier in self.tiers:
             await self._queues[tier.name].put(None)
+
+    async def _mark(self, job: StepJob, mark: CaptureMark) -> None:
+        """Leave word of a captured save until it is committed in memory."""
+        (tier,) = (tier for tier in self.tiers if tier.memory is not None)
+        try:
+            if copies := mark.pending():
+                await asyncio.wait([asyncio.wrap_future(copy) for copy in copies])
+            digest = await asyncio.wrap_future(job.digest)
+            for layout in job.layouts:
+                await self.commit.save_layout(tier, layout)
+            await self._mark_worker.run(lambda: mark.set(digest))
+        except StepwellError:
+            return  # the save itself goes on, and its own stages tell what is wrong
 
     async def _encode(self, job: StepJob) -> _Encoded:
         chunks: list[Chunk] = []
@@ -276,7 +297,8 @@ class Runner:
         finally:
             # The digest's thread reads the slots too.
             await asyncio.wait([asyncio.wrap_future(job.digest)])
-            await self._workers.run(job.release)
+            if job.mark is None:
+                await self._workers.run(job.release)
         digest = await asyncio.wrap_future(job.digest)
         identity = PackIdentity(
             job.kind, self.run_name, job.link.incarnation, job.link.step, self.rank, self.world
@@ -313,6 +335,8 @@ class Runner:
     async def _write_all(self, tier: Tier) -> None:
         while (encoded := await self._queues[tier.name].get()) is not None:
             await self._write(tier, encoded)
+            if tier.memory is not None and encoded.job.mark is not None:
+                await self._workers.run(encoded.job.release)
             self._settle()
 
     async def _write(self, tier: Tier, encoded: _Encoded) -> None:

@@ -175,6 +175,7 @@ class Session:
             self._regions,
             self._proving,
             ready_timeout_s=options.stall_limit_s,
+            marks=self._closed_loop is None,
         )
 
     def abandon(self) -> None:

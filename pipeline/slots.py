@@ -86,6 +86,13 @@ class LayoutMemory:
         Warm memory of at least the layout's size; what it holds is of no account. Gaps are
         zeroed here.
     plan : CopyPlan
+
+    Attributes
+    ----------
+    region : Region or None
+        Of the slot that the memory is a part of, if it is.
+    offset_bytes : int
+        Where in the region's payload the run begins.
     """
 
     def __init__(self, memory: torch.Tensor, plan: CopyPlan) -> None:
@@ -94,6 +101,8 @@ class LayoutMemory:
             raise UsageError(f"a layout of {layout.size_bytes} bytes does not fit into {memory.numel()}")
         self.layout = layout
         self.plan = plan
+        self.region: Region | None = None
+        self.offset_bytes = 0
         self.run: Bytes = memory.numpy()[: layout.size_bytes]
         self._zero: set[int] = set()
         self._targets: list[torch.Tensor] = []
@@ -216,6 +225,7 @@ class Slot:
         made = self._made.get(key)
         if made is None:
             made = self._made[key] = LayoutMemory(self._memory[offset_bytes:], plan)
+            made.region, made.offset_bytes = self.region, offset_bytes
         elif self._latest.get(offset_bytes) != plan.layout.hash:
             made.zero_gaps()
         self._latest[offset_bytes] = plan.layout.hash

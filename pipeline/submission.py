@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from functools import cache
 
 from stepwell.errors import IntegrityError
 from stepwell.pipeline.capture import Capture, CaptureStage
@@ -13,6 +14,7 @@ from stepwell.pipeline.digesting import WeightDigests
 from stepwell.pipeline.handle import SaveHandle
 from stepwell.pipeline.jobs import BaseJob, StepJob
 from stepwell.pipeline.layout import Layout
+from stepwell.pipeline.marks import CaptureMark
 from stepwell.pipeline.overlap import check_weights
 from stepwell.pipeline.pack import PackKind
 from stepwell.pipeline.proving import Proving
@@ -28,7 +30,17 @@ COPY_LIMIT_S = 60.0  # 400 MB take 60 ms; one that takes this long will not end
 
 
 class Submission:
-    """Builds jobs out of captured saves and hands them to the runner; trainer's thread only."""
+    """Builds jobs out of captured saves and hands them to the runner; trainer's thread only.
+
+    Parameters
+    ----------
+    runner, capture, digests, bases, regions, proving
+    ready_timeout_s : float
+        How long a background copy may take.
+    marks : bool
+        Mark what is captured, so that it is finished if this process dies. Not where the pipeline loses
+        something: what the reader will have is known in this process alone.
+    """
 
     def __init__(
         self,
@@ -40,6 +52,7 @@ class Submission:
         proving: Proving,
         *,
         ready_timeout_s: float,
+        marks: bool,
     ) -> None:
         self._runner = runner
         self._capture = capture
@@ -47,6 +60,7 @@ class Submission:
         self._bases = bases
         self._regions = regions
         self._stage = CaptureStage(ready_timeout_s)
+        self._marks = marks
         self._proving = proving
         self._environment: dict[str, object] = dict(environment_of("cpu"))
         self._after_base = True
@@ -90,22 +104,39 @@ class Submission:
         digest: Future[object],
     ) -> StepJob:
         gradient = captured.kind is SaveKind.GRADIENT
+        kind = PackKind.GRADIENT if gradient else PackKind.STATE
         layouts = captured.layouts
         if gradient:
             layouts = (*layouts, self._digests.layout)
+        header = cache(lambda: _step_header(captured))
+        arena = self._regions.arena
+        mark = None
+        if arena is not None and self._marks:
+            mark = CaptureMark(
+                arena,
+                self._runner.run_name,
+                link,
+                captured,
+                kind=kind,
+                previous=previous,
+                header=header,
+                layouts=layouts,
+                environment=self._environment,
+            )
         return StepJob(
             link=link,
             handle=handle,
-            kind=PackKind.GRADIENT if gradient else PackKind.STATE,
+            kind=kind,
             previous=previous,
             chunks=lambda: self._stage.chunks(captured),
-            header=lambda: _step_header(captured),
+            header=header,
             layouts=layouts,
-            release=captured.release,
+            release=captured.release if mark is None else mark.release,
             digest=digest,
             environment=self._environment,
             after_base=self._after_base,
             with_base=captured.base is not None,
+            mark=mark,
         )
 
     def _base_job(

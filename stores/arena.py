@@ -1,11 +1,15 @@
 """The memory tier of one rank: recycled files on tmpfs that outlive the process.
 
+Over 400 lines: an object, a capture and free space are three states of one file, and every change between
+them is judged here.
+
 Files in the directory::
 
     lock                    held by the owner (see ``stepwell.stores.lock``)
     arena.json              whose arena this is
     object-{xxh3-128}       published; the name is the hash of the key, the header has the key
     space-{random}          reserved or free; its header is zero (or not to be trusted)
+    capture-{random}        reserved, and the header says what its owner has put there (see ``mark``)
 
 An object is published in this order, each step leaving something that a new owner can judge:
 
@@ -31,6 +35,7 @@ from typing import Self
 
 from stepwell.errors import FormatError, MissingObjectError, ObjectExistsError, UsageError
 from stepwell.stores.arena_files import (
+    CAPTURE_PREFIX,
     LOCK_NAME,
     OBJECT_PREFIX,
     SPACE_PREFIX,
@@ -38,6 +43,7 @@ from stepwell.stores.arena_files import (
     has_objects,
     is_ours,
     make_private,
+    mark,
     object_name,
     os_errors,
     read_region,
@@ -80,6 +86,7 @@ class Arena:
         self._published: dict[str, Region] = {}
         self._space = Space(directory)
         self._reserved: set[Region] = set()
+        self._left: list[Region] = []
 
     @classmethod
     def open(cls, directory: Path | str, *, run: str, create: bool = True) -> Arena:
@@ -242,20 +249,13 @@ class Arena:
         if not 0 <= length <= region.size_bytes:
             raise UsageError(f"cannot publish {length} bytes of {region!r}")
         header = Header(self.run, key, length, secrets.randbits(64))
-        target = os.path.join(self.directory, object_name(key))
         with self._mutex, os_errors(self.directory, f"publish {key!r}"):
             if region not in self._reserved:
                 raise UsageError(f"{region!r} is not reserved: it cannot be published")
             old = self._published.get(key)
             if old is not None and not replace:
                 raise ObjectExistsError(f"{key!r} is there already in {self.directory}")
-            region.write_header(header)
-            try:
-                os.rename(region.path, target)
-            except BaseException:
-                region.write_header(None)
-                raise
-            region.path = target
+            mark(region, header, object_name(key))
             region.state = RegionState.PUBLISHED
             self._reserved.discard(region)
             self._published[key] = region
@@ -271,9 +271,49 @@ class Arena:
         with self._mutex:
             if region not in self._reserved:
                 raise UsageError(f"{region!r} is not reserved: it cannot be recycled")
+            if region.header is not None:
+                self.unmark(region)
             self._reserved.discard(region)
             region.state = RegionState.FREE
         self._space.add(region)
+
+    def mark(self, region: Region, key: str, length: int) -> int:
+        """Say what a reserved region holds, for the next owner if this one dies; it stays the caller's.
+
+        Take the mark back before the payload is changed.
+
+        Returns
+        -------
+        int
+            The mark's serial, random: the next owner can tell this mark from an older one.
+        """
+        self._check_writable()
+        if not 0 <= length <= region.size_bytes:
+            raise UsageError(f"cannot mark {length} bytes of {region!r}")
+        header = Header(self.run, check_key(key), length, secrets.randbits(63))
+        with self._mutex, os_errors(self.directory, f"mark {key!r}"):
+            if region not in self._reserved or region.header is not None:
+                raise UsageError(f"{region!r} is not reserved, or marked already")
+            mark(region, header, f"{CAPTURE_PREFIX}{secrets.token_hex(8)}")
+        return header.serial
+
+    def unmark(self, region: Region) -> None:
+        """Take a mark back; the region stays reserved. Harmless where there is none."""
+        self._check_writable()
+        with self._mutex, os_errors(self.directory, "take a mark back"):
+            if region in self._reserved and region.header is not None:
+                region.write_header(None)
+                self._space.rename(region)
+
+    def left(self) -> list[Region]:
+        """Return what an earlier owner had marked at its death, once: reserved, and now the caller's."""
+        self._check_writable()
+        with self._mutex:
+            left, self._left = self._left, []
+        with os_errors(self.directory, "map what was left"):
+            for region in left:
+                region.map()
+        return left
 
     def drop(self, key: str) -> bool:
         """Take back what is published under `key`; False if there is nothing.
@@ -363,7 +403,7 @@ class Arena:
             path = os.path.join(self.directory, name)
             if name.startswith(TEMP_PREFIX):
                 os.unlink(path)
-            elif name.startswith((OBJECT_PREFIX, SPACE_PREFIX)):
+            elif name.startswith((OBJECT_PREFIX, SPACE_PREFIX, CAPTURE_PREFIX)):
                 self._adopt_file(name, path)
 
     def _adopt_file(self, name: str, path: str) -> None:
@@ -373,11 +413,15 @@ class Arena:
         if header is not None and header.run == self.run and name == object_name(header.key):
             region.header, region.state = header, RegionState.PUBLISHED
             self._published[header.key] = region
+        elif header is not None and header.run == self.run and name.startswith(CAPTURE_PREFIX):
+            region.header, region.state = header, RegionState.RESERVED
+            self._reserved.add(region)
+            self._left.append(region)
         elif region.size_bytes < PAGE_BYTES or os.stat(path).st_blocks * 512 < region.file_bytes:
             os.unlink(path)  # died before all of its blocks were there
         else:
             region.write_header(None)
-            if name.startswith(OBJECT_PREFIX):
+            if not name.startswith(SPACE_PREFIX):
                 self._space.rename(region)
             self._space.add(region)
 

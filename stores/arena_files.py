@@ -17,21 +17,29 @@ from stepwell.stores.oserrors import store_error
 from stepwell.stores.region import Region
 
 __all__ = [
+    "CAPTURE_PREFIX",
+    "FINISH_LOCK_NAME",
     "LOCK_NAME",
     "OBJECT_PREFIX",
     "SPACE_PREFIX",
     "TEMP_PREFIX",
+    "has_captures",
     "has_objects",
     "is_ours",
     "make_private",
+    "mark",
     "object_name",
     "os_errors",
     "read_region",
 ]
 
 LOCK_NAME = "lock"
+FINISH_LOCK_NAME = "finish.lock"
+"""Held beside the lock by a process that has the arena only until it has finished what was captured."""
+
 OBJECT_PREFIX = "object-"
 SPACE_PREFIX = "space-"
+CAPTURE_PREFIX = "capture-"
 
 
 def object_name(key: str) -> str:
@@ -41,13 +49,23 @@ def object_name(key: str) -> str:
 
 def is_ours(name: str) -> bool:
     """Say whether an arena made the file, apart from its lock."""
-    return name == RECORD_NAME or name.startswith((OBJECT_PREFIX, SPACE_PREFIX, TEMP_PREFIX))
+    known = name in (RECORD_NAME, FINISH_LOCK_NAME)
+    return known or name.startswith((OBJECT_PREFIX, SPACE_PREFIX, CAPTURE_PREFIX, TEMP_PREFIX))
 
 
 def has_objects(directory: Path) -> bool:
     """Say whether something was published in the directory."""
+    return _has(directory, OBJECT_PREFIX)
+
+
+def has_captures(directory: Path) -> bool:
+    """Say whether something is marked in the directory; none where there is no such directory."""
+    return _has(directory, CAPTURE_PREFIX)
+
+
+def _has(directory: Path, prefix: str) -> bool:
     try:
-        return any(name.startswith(OBJECT_PREFIX) for name in os.listdir(directory))
+        return any(name.startswith(prefix) for name in os.listdir(directory))
     except FileNotFoundError:
         return False
 
@@ -67,6 +85,18 @@ def read_region(path: str, *, writable: bool) -> tuple[Region | None, Header | N
         return region, Header.decode(page, payload_bytes=region.size_bytes)
     except (IntegrityError, PermanentStoreError):
         return region, None  # half written or damaged: as good as not there
+
+
+def mark(region: Region, header: Header, name: str) -> None:
+    """Write a region's header and give its file the name that makes it count; all of it, or nothing."""
+    target = os.path.join(os.path.dirname(region.path), name)
+    region.write_header(header)
+    try:
+        os.rename(region.path, target)
+    except BaseException:
+        region.write_header(None)
+        raise
+    region.path = target
 
 
 def make_private(directory: Path) -> None:

@@ -36,6 +36,7 @@ from stepwell.pipeline.base_share import BaseShare
 from stepwell.pipeline.choice import SMALL_ELEMENTS, Choices, Policy, Rule
 from stepwell.pipeline.delta import DifferenceStage, delta_stage
 from stepwell.pipeline.derive import Derive, may_derive
+from stepwell.pipeline.finish import open_arena
 from stepwell.pipeline.keys import INCARNATION_PREFIX, RUN_RECORD
 from stepwell.pipeline.live import LiveState
 from stepwell.pipeline.loop import Loop
@@ -147,6 +148,8 @@ def open_tiers(
         if isinstance(tier, MemoryTier):
             arena = _open_arena(config.arena_directory(tier), record.run, fresh=fresh)
             opened.callback(arena.close)
+            for region in arena.left():
+                arena.recycle(region)  # the caller begins anew
             built = MemoryStore(arena)
             opened.callback(built.close)
         elif isinstance(tier, DirectoryTier | PeerTier | RemoteTier):
@@ -257,7 +260,7 @@ def _run_of_lives(stores: Iterable[ObjectStore]) -> str | None:
 
 def _open_arena(directory: Path, run: str, *, fresh: bool) -> Arena:
     try:
-        return Arena.open(directory, run=run)
+        return Arena.open(directory, run=run) if fresh else open_arena(directory, run)
     except UsageError as error:
         if not fresh or type(error) is not UsageError:
             raise

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from stepwell.cli.output import JsonOption, Meter, bytes_text, print_json, table
-from stepwell.cli.reading import SourceArgument
-from stepwell.config import Config, PeerTier, load_config
+from stepwell.cli.reading import SourceArgument, arena_of, config_of
+from stepwell.config import Config, PeerTier
 from stepwell.errors import ConfigError, NotCommittedError
 from stepwell.pipeline.commit import Commit
 from stepwell.pipeline.drain import Drained, drain
@@ -33,7 +33,7 @@ def drain_run(
     more. A run that lives is left alone (exit code 2): it does this itself at SIGTERM and at its end.
     Exit code 3 where nothing is in memory.
     """
-    config = load_config(source)
+    config = config_of(source)
     drained = _drain(config, remove=remove, quiet=as_json)
     if as_json:
         rows = [
@@ -59,13 +59,11 @@ def drain_run(
 def _drain(config: Config, *, remove: bool, quiet: bool) -> list[Drained]:
     from stepwell.assembly import is_lossy, open_tiers
 
-    if config.memory is None:
-        raise ConfigError("this run has no memory tier: there is nothing to drain")
+    directory = arena_of(config)
     # Peers' memory is on other machines, and what they hold stays there.
     kept = [tier for tier in config.tiers if not isinstance(tier, PeerTier)]
     if len(kept) < 2:
         raise ConfigError("this run has no directory and no object storage to drain to")
-    directory = config.arena_directory(config.memory)
     if not directory.is_dir():
         raise NotCommittedError(f"there is no memory of this run at {directory}")
     with ExitStack() as opened:

@@ -13,7 +13,9 @@ from stepwell.cli.output import JsonOption, bytes_text, print_json, table
 from stepwell.errors import UsageError
 
 if TYPE_CHECKING:
+    from stepwell.errors import StepwellError
     from stepwell.keeper.record import KeeperRecord
+    from stepwell.pipeline.records import Link
     from stepwell.stores.transport.secret import RunSecret
     from stepwell.stores.transport.tls import MutualTls
 
@@ -32,6 +34,13 @@ def keeper(
         typer.Option(help="Directory in a memory file system. [default: one in /dev/shm]"),
     ] = None,
     budget: Annotated[int | None, typer.Option(help="Most bytes that are held.", min=1)] = None,
+    finish: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Configuration, or directory, of a run that is trained on this node: the steps that its "
+            "trainer had captured when it died are committed in its memory. Several for several trainers."
+        ),
+    ] = None,
     secret_file: Annotated[
         Path | None,
         typer.Option(help="File of mode 0600 with the run's secret. [default: STEPWELL_RUN_SECRET]"),
@@ -53,6 +62,7 @@ def keeper(
     Peers connect with the run's secret or certificates of its authority; beyond this machine one of
     them is needed. Exit code 3 where --status finds no keeper running.
     """
+    from stepwell.cli.reading import arena_of, config_of
     from stepwell.keeper.keeper import KeeperOptions, default_directory, keep
     from stepwell.stores.transport.secret import RunSecret
 
@@ -71,6 +81,18 @@ def keeper(
         else:
             typer.echo(f"keeper {record.name} of run {record.run} at {', '.join(record.addresses)}")
 
+    def finished(arena: Path, links: list[Link]) -> None:
+        steps = [link.step for link in links]
+        if as_json:
+            print_json({"finished": steps, "memory": str(arena)})
+        else:
+            typer.echo(
+                f"committed in {arena}: step {', '.join(map(str, steps))}, which its trainer had captured"
+            )
+
+    def failed(arena: Path, error: StepwellError) -> None:
+        typer.echo(f"stepwell: what was captured in {arena} is not committed: {error}", err=True)
+
     options = KeeperOptions(
         run=run,
         name=node,
@@ -80,8 +102,9 @@ def keeper(
         secret=_secret(secret_file),
         tls=_tls(tls),
         budget_bytes=budget,
+        finish=[arena_of(config_of(source)) for source in finish or ()],
     )
-    asyncio.run(keep(options, ready))
+    asyncio.run(keep(options, ready, finished, failed))
     return 0
 
 

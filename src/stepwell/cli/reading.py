@@ -14,6 +14,7 @@ import typer
 
 from stepwell.config import Config, DirectoryTier, MemoryTier, PeerTier, RemoteTier, load_config
 from stepwell.errors import (
+    ConfigError,
     IntegrityError,
     MissingObjectError,
     NotCommittedError,
@@ -25,7 +26,7 @@ from stepwell.pipeline.records import RunRecord
 from stepwell.pipeline.tier import Tier
 from stepwell.stores.base import ObjectStore
 
-__all__ = ["MemoryOption", "OpenRun", "SourceArgument", "open_run"]
+__all__ = ["MemoryOption", "OpenRun", "SourceArgument", "arena_of", "config_of", "open_run"]
 
 SourceArgument = Annotated[
     str, typer.Argument(help="Directory or URL of a run, or a configuration file.", metavar="SOURCE")
@@ -112,6 +113,31 @@ def open_run(source: str, *, memory: bool | None) -> Iterator[OpenRun]:
     finally:
         for _, store in stores:
             store.close()
+
+
+def config_of(source: str) -> Config:
+    """Load the configuration of a run, with the name that its directory, if it has one, says it has."""
+    config = load_config(source)
+    places = (Path(tier.path) for tier in config.tiers if isinstance(tier, DirectoryTier))
+    stores = [(str(path), _directory_store(path)) for path in places if _holds_run(path)]
+    try:
+        return _named_as_recorded(config, stores)
+    finally:
+        for _, store in stores:
+            store.close()
+
+
+def arena_of(config: Config) -> Path:
+    """Return where the memory tier of a run lies on this machine.
+
+    Raises
+    ------
+    ConfigError
+        It has none.
+    """
+    if config.memory is None:
+        raise ConfigError("this run has no memory tier")
+    return config.arena_directory(config.memory)
 
 
 def _holds_run(path: Path) -> bool:

@@ -9,11 +9,14 @@ import secrets
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from stepwell.errors import ConfigError, NoSpaceError
+from stepwell.errors import ConfigError, NoSpaceError, StepwellError
+from stepwell.keeper.finishing import finish_for
 from stepwell.keeper.record import KeeperRecord
 from stepwell.pipeline.keys import INCARNATION_PREFIX, parse_key
+from stepwell.pipeline.records import Link
 from stepwell.stores.arena import Arena
 from stepwell.stores.memory import MemoryStore
 from stepwell.stores.transport.secret import RunSecret
@@ -47,6 +50,8 @@ class KeeperOptions:
     tls : MutualTls or None
     budget_bytes : int or None
         Most bytes that are held; None: as the file system has room.
+    finish : sequence of Path
+        Arenas of trainers of this node: what each had captured when it died is committed there.
     """
 
     run: str
@@ -57,6 +62,7 @@ class KeeperOptions:
     secret: RunSecret | None = None
     tls: MutualTls | None = None
     budget_bytes: int | None = None
+    finish: Sequence[Path] = ()
 
 
 def default_directory(run: str, name: str) -> Path:
@@ -73,7 +79,12 @@ def default_directory(run: str, name: str) -> Path:
     return SHARED_MEMORY / f"stepwell-{os.getuid()}" / f"keeper-{identity}"
 
 
-async def keep(options: KeeperOptions, ready: Callable[[KeeperRecord], None]) -> None:
+async def keep(
+    options: KeeperOptions,
+    ready: Callable[[KeeperRecord], None],
+    finished: Callable[[Path, list[Link]], None] = lambda directory, links: None,
+    failed: Callable[[Path, StepwellError], None] = lambda directory, error: None,
+) -> None:
     """Serve until SIGTERM or SIGINT; what is held stays for the next life.
 
     Parameters
@@ -81,6 +92,8 @@ async def keep(options: KeeperOptions, ready: Callable[[KeeperRecord], None]) ->
     options : KeeperOptions
     ready : callable
         Told once peers can connect.
+    finished, failed : callable
+        Told what came of what a trainer had captured.
 
     Raises
     ------
@@ -124,7 +137,21 @@ async def keep(options: KeeperOptions, ready: Callable[[KeeperRecord], None]) ->
                     server.continue_from(newest)
                 record.write(options.directory)
                 ready(record)
-                await stopped.wait()
+                finishing = [
+                    asyncio.create_task(
+                        finish_for(directory, partial(finished, directory), partial(failed, directory))
+                    )
+                    for directory in options.finish
+                ]
+                waiting = asyncio.create_task(stopped.wait())
+                try:
+                    # A task that fails ends the keeper: nobody would notice otherwise.
+                    done, _ = await asyncio.wait({waiting, *finishing}, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+                finally:
+                    for task in (waiting, *finishing):
+                        task.cancel()
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
