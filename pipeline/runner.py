@@ -258,7 +258,7 @@ class Runner:
                 if self._closed_loop is not None:
                     self._closed_loop.abort()
                 if job.mark is not None:
-                    await self._workers.run(job.release)
+                    await self._mark_worker.run(job.release)
                 self.failed(Series.STEP, job.link, None, error, job.handle)
                 self._settle()
                 continue
@@ -279,6 +279,10 @@ class Runner:
             await self._mark_worker.run(lambda: mark.set(digest))
         except StepwellError:
             return  # the save itself goes on, and its own stages tell what is wrong
+
+    async def _unmark(self, tier: Tier, job: StepJob) -> None:
+        if tier.memory is not None and job.mark is not None:
+            await self._mark_worker.run(job.release)
 
     async def _encode(self, job: StepJob) -> _Encoded:
         chunks: list[Chunk] = []
@@ -335,8 +339,7 @@ class Runner:
     async def _write_all(self, tier: Tier) -> None:
         while (encoded := await self._queues[tier.name].get()) is not None:
             await self._write(tier, encoded)
-            if tier.memory is not None and encoded.job.mark is not None:
-                await self._workers.run(encoded.job.release)
+            await self._unmark(tier, encoded.job)
             self._settle()
 
     async def _write(self, tier: Tier, encoded: _Encoded) -> None:
@@ -357,10 +360,10 @@ class Runner:
         # Evidence only where every link of the chain has its own: a crash must not leave a step that
         # looks committed and cannot be reached.
         if manifest.self_contained:
-            if await self._commit_step(tier, job.handle, manifest, hold):
+            if await self._commit_step(tier, job.handle, manifest, hold, job):
                 await self.base_arrived(tier, job.link.step)
         elif tier.written(job.handle, manifest):
-            await self._commit_step(tier, job.handle, manifest, hold)
+            await self._commit_step(tier, job.handle, manifest, hold, job)
 
     async def _whole_in(self, tier: Tier, manifest: Manifest, hold: Hold) -> bool:
         """Whether a save that has its evidence now is there with everything it needs."""
@@ -377,8 +380,10 @@ class Runner:
                 return False
         return all([await tier.store.exists(layout_key(layout)) for layout in manifest.layouts])
 
-    async def _commit_step(self, tier: Tier, handle: SaveHandle, manifest: Manifest, hold: Hold) -> bool:
-        """Give a written differential its evidence, and tell."""
+    async def _commit_step(
+        self, tier: Tier, handle: SaveHandle, manifest: Manifest, hold: Hold, job: StepJob | None = None
+    ) -> bool:
+        """Give a written differential its evidence, and tell; `job` where it is just written."""
         link = Link(manifest.incarnation, manifest.step)
         try:
             await self.commit.save(tier, manifest)
@@ -393,6 +398,8 @@ class Runner:
             return False
         self.inventory.add(Series.STEP, link, tier.name)
         self.presence.holds(tier)
+        if job is not None:
+            await self._unmark(tier, job)
         # Before the handle, so that whoever waits for that finds everything told.
         self._events.committed(Series.STEP, link, tier, manifest.size_bytes)
         handle.resolve(tier.name)

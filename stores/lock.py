@@ -169,7 +169,7 @@ def _pid_in(fd: int) -> int | None:
 def owner_of(path: str | os.PathLike[str]) -> int | None:
     """Return the process that holds the lock on a file, without taking it; None if there is none.
 
-    0 is one of another pid namespace.
+    0 is one of another pid namespace. A file that is not there is locked by nobody.
 
     Raises
     ------
@@ -186,6 +186,8 @@ def owner_of(path: str | os.PathLike[str]) -> int | None:
             kind, _, _, _, owner = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
         finally:
             os.close(fd)
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise store_error(error, "look at the lock", where=str(path)) from error
     return None if kind == fcntl.F_UNLCK else max(0, int(owner))

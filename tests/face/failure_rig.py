@@ -83,13 +83,15 @@ class Run:
     def directory(self) -> Path:
         return self.root / "directory"
 
-    def config(self, **keys: object) -> dict[str, object]:
-        tiers = [
+    def tiers(self) -> list[dict[str, object]]:
+        return [
             {"kind": "memory", "directory": str(self.memory), **self.memory_keys},
             {"kind": "directory", "path": str(self.directory), **self.directory_keys},
         ]
+
+    def config(self, **keys: object) -> dict[str, object]:
         usual = {"log_budget": 1000.0, "handle_sigterm": False, "close_deadline_s": PATIENCE_S}
-        return {"tiers": tiers, **usual, **self.keys, **keys}
+        return {"tiers": self.tiers(), **usual, **self.keys, **keys}
 
     def open(
         self, job: Job, *, extra: Mapping[str, object] | None = None, fresh: bool = False, **keys: object

@@ -114,7 +114,7 @@ def _arenas(root: Path, depth: int) -> Iterator[Left]:
     except OSError as error:
         raise UsageError(f"{root}: cannot be read ({error.strerror})") from error
     if RECORD_NAME in names:
-        owner = owner_of(root / LOCK_NAME) if LOCK_NAME in names else None
+        owner = owner_of(root / LOCK_NAME)
         run, newest = _told(root)
         yield Left(root, run, owner, _size_bytes(root, names), newest)
         return

@@ -37,7 +37,7 @@ async def finish_for(
     told = ""
     while True:
         try:
-            owner = owner_of(directory / LOCK_NAME) if (directory / LOCK_NAME).is_file() else None
+            owner = owner_of(directory / LOCK_NAME)
             if owner:
                 await _end_of(owner)
             elif owner is None and has_captures(directory):
