@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.errors import LockedError, PermanentStoreError
-from stepwell.stores.lock import FileLock
+from stepwell.stores.lock import FileLock, owner_of
 
 WORKER = Path(__file__).with_name("kill_worker.py")
 
@@ -127,6 +127,18 @@ def test_replaced_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with FileLock(path):
         assert len(swaps) == 2
         assert path.read_text().strip() == str(os.getpid())
+
+
+def test_owner_is_told_without_taking_the_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert owner_of(path) is None
+    assert not path.exists()
+    with FileLock(path) as lock:
+        assert owner_of(path) == os.getpid()
+        assert lock.held
+        told = f"from stepwell.stores.lock import owner_of; print(owner_of({str(path)!r}))"
+        assert in_child(told, path).stdout.split() == [str(os.getpid())]
+    assert owner_of(path) is None
 
 
 def test_place_that_cannot_be_is_an_error(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -168,9 +168,11 @@ def _remote_store(tier: RemoteTier) -> ObjectStore | None:
             return True
         return bool({name async for name in store.list_dir("")} & {"incarnations", "layouts"})
 
-    if asyncio.run(holds_run()):
-        return store
-    store.close()
+    with ExitStack() as opened:
+        opened.callback(store.close)
+        if asyncio.run(holds_run()):
+            opened.pop_all()
+            return store
     return None
 
 
@@ -179,15 +181,14 @@ def _peer_store(tier: PeerTier, run: str) -> ObjectStore | None:
     from stepwell.peers import open_peer
 
     store = open_peer(tier, run, read_only=True)
-    try:
-        if asyncio.run(store.exists(RUN_RECORD)):
-            return store
-    except TransientStoreError as error:
-        typer.echo(f"stepwell: tier {tier.label} is left out: {error}", err=True)
-    except BaseException:
-        store.close()
-        raise
-    store.close()
+    with ExitStack() as opened:
+        opened.callback(store.close)
+        try:
+            if asyncio.run(store.exists(RUN_RECORD)):
+                opened.pop_all()
+                return store
+        except TransientStoreError as error:
+            typer.echo(f"stepwell: tier {tier.label} is left out: {error}", err=True)
     return None
 
 
