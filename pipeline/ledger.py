@@ -245,6 +245,11 @@ class Ledger:
                 first.add_note(f"stepwell: and after it: {other}")
         return first
 
+    def warn(self, text: str) -> None:
+        """Keep what the trainer should be warned of; from any thread."""
+        with self._lock:
+            self._warnings.append(text)
+
     def take_warnings(self) -> list[str]:
         """Take what the trainer should be warned of."""
         with self._lock:

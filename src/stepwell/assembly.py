@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from stepwell.config import (
     Config,
@@ -52,6 +52,9 @@ from stepwell.stores.file import FileStore
 from stepwell.stores.memory import MemoryStore
 from stepwell.stores.threads import wait_apart
 
+if TYPE_CHECKING:
+    from stepwell.keeper.attend import Attendant
+
 __all__ = ["assemble", "is_lossy", "open_tiers"]
 
 LOCK_NAME = ".stepwell.lock"
@@ -82,6 +85,7 @@ def assemble(
     label = None if choices is None else choices.label
     live = LiveState(model, optimizer, extra, rng=config.rng, label=label)
     with ExitStack() as opened:
+        attendant = None if config.keeper is None else _attend(config, opened)
         record, tiers, arena = open_tiers(config, opened, fresh=fresh)
         session = Session(
             live,
@@ -98,7 +102,19 @@ def assemble(
         except BaseException:
             session.abandon()
             raise
+        if attendant is not None:
+            attendant.watch(session.ledger.warn)
         return session
+
+
+def _attend(config: Config, opened: ExitStack) -> Attendant:
+    """See to it that this node's keeper runs, before any peer is asked for anything."""
+    from stepwell.keeper.attend import Attendant
+
+    attendant = Attendant(config)
+    opened.callback(attendant.close)
+    attendant.start()
+    return attendant
 
 
 def is_lossy(config: Config) -> bool:

@@ -55,12 +55,14 @@ def keeper(
     status: Annotated[
         bool, typer.Option("--status", help="Say what the keeper there holds, and end.")
     ] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="End the keeper there; what it holds stays.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Hold copies for the other nodes of a run until SIGTERM; what is held stays for the next start.
 
     Peers connect with the run's secret or certificates of its authority; beyond this machine one of
-    them is needed. Exit code 3 where --status finds no keeper running.
+    them is needed. Exit code 3 where --status or --stop finds no keeper running. A configuration with a
+    `keeper` starts one by itself.
     """
     from stepwell.cli.reading import arena_of, config_of
     from stepwell.keeper.keeper import KeeperOptions, default_directory, keep
@@ -73,6 +75,10 @@ def keeper(
     directory = memory or default_directory(run, node)
     if status:
         return _status(directory, as_json=as_json)
+    if stop:
+        from stepwell.keeper.attend import stop_keeper
+
+        return 0 if stop_keeper(directory) else 3
     hosts, port = _addresses(listen or ["127.0.0.1:0"])
 
     def ready(record: KeeperRecord) -> None:

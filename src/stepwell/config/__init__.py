@@ -6,6 +6,7 @@ Every fault is reported at once in one `ConfigError`, each with its place (``fil
 
 from __future__ import annotations
 
+from stepwell.config.keeper import KeeperConfig
 from stepwell.config.load import load_config, show_config
 from stepwell.config.models import Config
 from stepwell.config.stages import StageConfig
@@ -22,6 +23,7 @@ from stepwell.config.tiers import (
 __all__ = [
     "Config",
     "DirectoryTier",
+    "KeeperConfig",
     "MemoryTier",
     "OnError",
     "PeerTier",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from stepwell.errors import ConfigError
 
@@ -93,7 +93,7 @@ def config_error(
 
 def _located(loc: KeyPath, model: type[BaseModel]) -> tuple[KeyPath, tuple[str, ...]]:
     """Return the path as a person wrote it and the fields of the model it leads into."""
-    fields = tuple(model.model_fields)
+    below = 0
     if len(loc) >= 3 and loc[0] == "tiers" and loc[2] in TAGS:
         from stepwell.config import tiers
 
@@ -104,9 +104,23 @@ def _located(loc: KeyPath, model: type[BaseModel]) -> tuple[KeyPath, tuple[str, 
             "remote": tiers.RemoteTier,
             "plugin": tiers.PluginTier,
         }
-        fields = tuple(models[loc[2]].model_fields)
+        model, below = models[loc[2]], 2
         loc = (*loc[:2], *loc[3:])
-    return loc, fields
+    for name in loc[below:-1]:
+        field = model.model_fields.get(str(name))
+        inner = None if field is None else _model_in(field.annotation)
+        if inner is None:
+            break
+        model = inner
+    return loc, tuple(model.model_fields)
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    """Return the model that a field holds, also where it may be None."""
+    from pydantic import BaseModel
+
+    candidates = (annotation, *get_args(annotation))
+    return next((one for one in candidates if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _explained(detail: ErrorDetails, path: KeyPath, fields: tuple[str, ...]) -> tuple[KeyPath, str]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from stepwell.config.keeper import KeeperConfig
 from stepwell.config.presets import PRESETS
 from stepwell.config.stages import DEFAULT_PIPELINE, StageConfig, check_order
 from stepwell.config.tiers import (
@@ -74,6 +75,8 @@ class Config(Strict):
         Threads of the pipeline's own executor.
     handle_sigterm : bool
         Whether a SIGTERM handler is installed while the well is open.
+    keeper : KeeperConfig or None
+        This node's keeper, which is started along with the run.
     """
 
     run: str = Field(default="run", pattern=NAME_PATTERN)
@@ -96,6 +99,7 @@ class Config(Strict):
     close_deadline_s: PositiveFloat = 600.0
     threads: int = Field(default=1, ge=1, le=64)
     handle_sigterm: bool = True
+    keeper: KeeperConfig | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -15,7 +15,7 @@ from stepwell.stores.lock import owner_of
 if TYPE_CHECKING:
     from stepwell.pipeline.records import Link
 
-__all__ = ["finish_for"]
+__all__ = ["LOOK_EVERY_S", "finish_for"]
 
 LOOK_EVERY_S = 0.5  # for an owner of the arena, while there is none
 

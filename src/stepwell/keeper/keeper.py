@@ -7,24 +7,28 @@ import hashlib
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from stepwell.config.keeper import KeeperConfig
 from stepwell.errors import ConfigError, NoSpaceError, StepwellError
-from stepwell.keeper.finishing import finish_for
+from stepwell.keeper.finishing import LOOK_EVERY_S, finish_for
 from stepwell.keeper.record import KeeperRecord
 from stepwell.pipeline.keys import INCARNATION_PREFIX, parse_key
 from stepwell.pipeline.records import Link
 from stepwell.stores.arena import Arena
+from stepwell.stores.arena_files import LOCK_NAME, has_captures
+from stepwell.stores.lock import owner_of
 from stepwell.stores.memory import MemoryStore
 from stepwell.stores.transport.secret import RunSecret
 from stepwell.stores.transport.server import PeerServer
 from stepwell.stores.transport.settings import Identity, Limits
 from stepwell.stores.transport.tls import MutualTls
 
-__all__ = ["ARENA_NAME", "KeeperOptions", "default_directory", "keep"]
+__all__ = ["ARENA_NAME", "KeeperOptions", "default_directory", "keep", "keeper_directory", "keeper_name"]
 
 ARENA_NAME = "held"
 SHARED_MEMORY = Path("/dev/shm")
@@ -52,6 +56,10 @@ class KeeperOptions:
         Most bytes that are held; None: as the file system has room.
     finish : sequence of Path
         Arenas of trainers of this node: what each had captured when it died is committed there.
+    linger_s : float or None
+        It ends once nobody needed it for so long; None: at SIGTERM alone.
+    trainer : int or None
+        The process that started it needs it while it lives; so does who owns an arena of `finish`.
     """
 
     run: str
@@ -63,6 +71,20 @@ class KeeperOptions:
     tls: MutualTls | None = None
     budget_bytes: int | None = None
     finish: Sequence[Path] = ()
+    linger_s: float | None = None
+    trainer: int | None = None
+
+
+def keeper_name(config: KeeperConfig) -> str:
+    """Return the name of the node of a configured keeper."""
+    return config.name or socket.gethostname()
+
+
+def keeper_directory(config: KeeperConfig, run: str) -> Path:
+    """Return where a configured keeper's record and arena lie; see `default_directory`."""
+    if config.directory is not None:
+        return Path(config.directory)
+    return default_directory(run, keeper_name(config))
 
 
 def default_directory(run: str, name: str) -> Path:
@@ -85,7 +107,7 @@ async def keep(
     finished: Callable[[Path, list[Link]], None] = lambda directory, links: None,
     failed: Callable[[Path, StepwellError], None] = lambda directory, error: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; what is held stays for the next life.
+    """Serve until SIGTERM or SIGINT, or until nobody needs it; what is held stays for the next life.
 
     Parameters
     ----------
@@ -144,6 +166,8 @@ async def keep(
                     for directory in options.finish
                 ]
                 waiting = asyncio.create_task(stopped.wait())
+                if options.linger_s is not None:
+                    finishing.append(asyncio.create_task(_unneeded(options, options.linger_s, server, arena)))
                 try:
                     # A task that fails ends the keeper: nobody would notice otherwise.
                     done, _ = await asyncio.wait({waiting, *finishing}, return_when=asyncio.FIRST_COMPLETED)
@@ -156,6 +180,22 @@ async def keep(
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             store.close()
+
+
+async def _unneeded(options: KeeperOptions, linger_s: float, server: PeerServer, arena: Arena) -> None:
+    """Return once no trainer of this node lives, nothing is held, and nobody was connected, for a while."""
+    loop = asyncio.get_running_loop()
+    needed = loop.time()
+    while loop.time() - needed < linger_s:
+        await asyncio.sleep(min(LOOK_EVERY_S, linger_s))
+        if (
+            server.client_count
+            or os.getppid() == options.trainer
+            or any(owner_of(directory / LOCK_NAME) is not None for directory in options.finish)
+            or any(has_captures(directory) for directory in options.finish)
+            or any(key.series is not None for key in filter(None, map(parse_key, arena.keys())))
+        ):
+            needed = loop.time()
 
 
 @dataclass(frozen=True, slots=True)
