@@ -157,7 +157,7 @@ def test_ends_by_itself_when_nobody_needs_it(memory_directory: Path, secret: Pat
         pid = node.record.pid
         assert node.owner() == pid
     assert ended(pid)
-    assert node.owner() is None
+    assert not node.directory.exists(), "and leaves nothing"
 
 
 def test_stays_with_what_it_holds_of_others(memory_directory: Path, secret: Path) -> None:

@@ -147,17 +147,14 @@ def _size_bytes(path: Path, names: list[str]) -> int:
 
 def _remove(left: Left) -> bool:
     """Remove an arena as its owner; False where a process took it just now, or its record is damaged."""
-    from stepwell.keeper.record import RECORD_NAME
+    from stepwell.keeper.record import forget_keeper
     from stepwell.stores.arena import Arena
 
     if not left.run:
         return False
     try:
         with Arena.open(left.path, run=left.run, create=False) as arena:
-            # While the lock is held: a keeper that starts afterwards writes its own.
-            keepers = (left.path.parent / RECORD_NAME).is_file()
-            with suppress(FileNotFoundError):
-                os.unlink(left.path.parent / RECORD_NAME)
+            keepers = forget_keeper(left.path.parent)
             arena.remove()
     except (LockedError, StoreError):
         return False

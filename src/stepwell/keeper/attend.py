@@ -15,14 +15,13 @@ from pathlib import Path
 from stepwell.config import Config, KeeperConfig, PeerTier
 from stepwell.errors import ConfigError, FormatError, MissingObjectError, StepwellError
 from stepwell.keeper.keeper import ARENA_NAME, keeper_directory
-from stepwell.keeper.record import KeeperRecord
+from stepwell.keeper.record import LOG_NAME, KeeperRecord
 from stepwell.stores.arena_files import LOCK_NAME
 from stepwell.stores.lock import owner_of
 from stepwell.stores.oserrors import store_error
 
-__all__ = ["LOG_NAME", "Attendant", "stop_keeper"]
+__all__ = ["Attendant", "stop_keeper"]
 
-LOG_NAME = "keeper.log"
 START_S = 60.0  # a machine under load; else half a second
 POLL_S = 0.02
 PAUSE_S_MAX = 64.0  # between attempts to start one that dies at once

@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from stepwell.config.keeper import KeeperConfig
 from stepwell.errors import ConfigError, NoSpaceError, StepwellError
 from stepwell.keeper.finishing import LOOK_EVERY_S, finish_for
-from stepwell.keeper.record import KeeperRecord
+from stepwell.keeper.record import KeeperRecord, forget_keeper
 from stepwell.pipeline.keys import INCARNATION_PREFIX, parse_key
 from stepwell.pipeline.records import Link
 from stepwell.stores.arena import Arena
@@ -107,7 +108,7 @@ async def keep(
     finished: Callable[[Path, list[Link]], None] = lambda directory, links: None,
     failed: Callable[[Path, StepwellError], None] = lambda directory, error: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until nobody needs it; what is held stays for the next life.
+    """Serve until SIGTERM or SIGINT; what is held stays for the next life. Or until nobody needs it.
 
     Parameters
     ----------
@@ -132,6 +133,7 @@ async def keep(
     identity = Identity(options.run, options.name, session, secret=options.secret, tls=options.tls)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
+    unneeded = False
     with Arena.open(options.directory / ARENA_NAME, run=options.run) as arena:
         store = MemoryStore(arena)
         server = PeerServer(
@@ -165,9 +167,7 @@ async def keep(
                     )
                     for directory in options.finish
                 ]
-                waiting = asyncio.create_task(stopped.wait())
-                if options.linger_s is not None:
-                    finishing.append(asyncio.create_task(_unneeded(options, options.linger_s, server, arena)))
+                waiting = asyncio.create_task(_needed(options, stopped, server, arena))
                 try:
                     # A task that fails ends the keeper: nobody would notice otherwise.
                     done, _ = await asyncio.wait({waiting, *finishing}, return_when=asyncio.FIRST_COMPLETED)
@@ -176,18 +176,30 @@ async def keep(
                 finally:
                     for task in (waiting, *finishing):
                         task.cancel()
+                unneeded = not stopped.is_set()
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             store.close()
+        if unneeded:
+            forget_keeper(options.directory)
+            arena.remove()
+    if unneeded:
+        with suppress(OSError):
+            options.directory.rmdir()
 
 
-async def _unneeded(options: KeeperOptions, linger_s: float, server: PeerServer, arena: Arena) -> None:
-    """Return once no trainer of this node lives, nothing is held, and nobody was connected, for a while."""
+async def _needed(options: KeeperOptions, stopped: asyncio.Event, server: PeerServer, arena: Arena) -> None:
+    """Wait for the signal, or until there was no trainer of this node, nothing held and nobody connected."""
+    if options.linger_s is None:
+        await stopped.wait()
+        return
     loop = asyncio.get_running_loop()
     needed = loop.time()
-    while loop.time() - needed < linger_s:
-        await asyncio.sleep(min(LOOK_EVERY_S, linger_s))
+    while loop.time() - needed < options.linger_s:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), min(LOOK_EVERY_S, options.linger_s))
+            return
         if (
             server.client_count
             or os.getppid() == options.trainer

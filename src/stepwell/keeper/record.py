@@ -6,15 +6,17 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stepwell.errors import FormatError, MissingObjectError
 from stepwell.stores.oserrors import store_error
 
-__all__ = ["RECORD_NAME", "KeeperRecord"]
+__all__ = ["LOG_NAME", "RECORD_NAME", "KeeperRecord", "forget_keeper"]
 
 RECORD_NAME = "keeper.json"
+LOG_NAME = "keeper.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +96,16 @@ class KeeperRecord:
             addresses=tuple(map(str, fields["addresses"])),
             budget_bytes=budget,
         )
+
+
+def forget_keeper(directory: Path) -> bool:
+    """Remove what a keeper wrote beside its arena; say whether there was a keeper.
+
+    The arena's lock is held meanwhile: a keeper that starts afterwards writes its own.
+    """
+    found = False
+    for name in (RECORD_NAME, LOG_NAME):
+        with suppress(FileNotFoundError):
+            os.unlink(directory / name)
+            found = True
+    return found
