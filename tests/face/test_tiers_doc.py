@@ -20,7 +20,8 @@ def blocks(repository: Path, language: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_configurations_load(repository: Path) -> None:
+def test_configurations_load(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPWELL_NODE", "node-16")
     loaded = {}
     for name, block in blocks(repository, "yaml"):
         document = yaml.safe_load(block)

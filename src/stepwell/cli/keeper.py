@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stepwell.cli.output import JsonOption, bytes_text, print_json, table
-from stepwell.errors import UsageError
+from stepwell.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from stepwell.errors import StepwellError
+    from stepwell.keeper.keeper import KeeperOptions
     from stepwell.keeper.record import KeeperRecord
     from stepwell.pipeline.records import Link
     from stepwell.stores.transport.secret import RunSecret
@@ -23,6 +25,13 @@ __all__ = ["keeper"]
 
 
 def keeper(
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="Configuration of the run: its `keeper` says all the rest, and a trainer on this node is "
+            "looked after as with --finish."
+        ),
+    ] = None,
     run: Annotated[str, typer.Option(help="Name of the run, as its configuration has it.")] = "run",
     listen: Annotated[
         list[str] | None,
@@ -71,15 +80,29 @@ def keeper(
     if make_secret is not None:
         RunSecret.make().write(make_secret)
         return 0
-    node = name or socket.gethostname()
-    directory = memory or default_directory(run, node)
+    if config is not None:
+        if listen or name or memory or budget or finish or secret_file or tls or run != "run":
+            raise UsageError("with --config the configuration says the rest")
+        options = _configured(config)
+    else:
+        node = name or socket.gethostname()
+        hosts, port = _addresses(listen or ["127.0.0.1:0"])
+        options = KeeperOptions(run, node, hosts, port, memory or default_directory(run, node))
+    directory = options.directory
     if status:
         return _status(directory, as_json=as_json)
     if stop:
         from stepwell.keeper.attend import stop_keeper
 
         return 0 if stop_keeper(directory) else 3
-    hosts, port = _addresses(listen or ["127.0.0.1:0"])
+    if config is None:
+        options = replace(
+            options,
+            secret=_secret(secret_file),
+            tls=_tls(tls),
+            budget_bytes=budget,
+            finish=[arena_of(config_of(source)) for source in finish or ()],
+        )
 
     def ready(record: KeeperRecord) -> None:
         if as_json:
@@ -99,19 +122,25 @@ def keeper(
     def failed(arena: Path, error: StepwellError) -> None:
         typer.echo(f"stepwell: what was captured in {arena} is not committed: {error}", err=True)
 
-    options = KeeperOptions(
-        run=run,
-        name=node,
-        hosts=hosts,
-        port=port,
-        directory=directory,
-        secret=_secret(secret_file),
-        tls=_tls(tls),
-        budget_bytes=budget,
-        finish=[arena_of(config_of(source)) for source in finish or ()],
-    )
     asyncio.run(keep(options, ready, finished, failed))
     return 0
+
+
+def _configured(source: str) -> KeeperOptions:
+    """Return what the configuration of a run says of this node's keeper.
+
+    Raises
+    ------
+    ConfigError
+        It says nothing.
+    """
+    from stepwell.cli.reading import config_of
+    from stepwell.keeper.configured import completed, finished_by, options_of
+
+    config = config_of(source)
+    if config.keeper is None:
+        raise ConfigError(f"{source}: there is no `keeper`")
+    return options_of(completed(config.keeper, config), config.run, finished_by(config))
 
 
 def _addresses(texts: list[str]) -> tuple[list[str], int]:

@@ -20,7 +20,7 @@ __all__ = ["KeyPath", "Place", "config_error", "did_you_mean", "plugin_names"]
 
 KeyPath = tuple[str | int, ...]
 
-TAGS = ("memory", "directory", "peer", "remote", "plugin")
+TAGS = ("memory", "directory", "peer", "peers", "remote", "plugin")
 """Names by which pydantic tells the models of a tier apart; it puts them into its paths."""
 
 SHOWN_FAULTS_MAX = 50
@@ -101,6 +101,7 @@ def _located(loc: KeyPath, model: type[BaseModel]) -> tuple[KeyPath, tuple[str, 
             "memory": tiers.MemoryTier,
             "directory": tiers.DirectoryTier,
             "peer": tiers.PeerTier,
+            "peers": tiers.PeersTier,
             "remote": tiers.RemoteTier,
             "plugin": tiers.PluginTier,
         }
@@ -149,7 +150,7 @@ def _explained(detail: ErrorDetails, path: KeyPath, fields: tuple[str, ...]) -> 
 
 def _unknown_kind(given: object, path: KeyPath) -> tuple[KeyPath, str]:
     """Explain a tier whose kind is missing or not known."""
-    known = ["memory", "directory", "peer", "remote", *sorted(plugin_names("stepwell.stores"))]
+    known = ["memory", "directory", "peer", "peers", "remote", *sorted(plugin_names("stepwell.stores"))]
     if not isinstance(given, Mapping):
         return path, f"a tier is a mapping with a `kind` ({', '.join(known)}), got {given!r}"
     if "kind" not in given:

@@ -6,7 +6,8 @@ from pydantic import Field, field_validator
 
 from stepwell.config.addresses import parse_address
 from stepwell.config.file import local_path
-from stepwell.config.tiers import NAME_PATTERN, Strict, TlsFiles
+from stepwell.config.strict import NAME_PATTERN, Strict
+from stepwell.config.tiers import TlsFiles
 
 __all__ = ["KeeperConfig"]
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from stepwell.config.keeper import KeeperConfig
+from stepwell.config.nodes import NODES_VARIABLE, NodeConfig, nodes_of_environment, own_node
 from stepwell.config.presets import PRESETS
 from stepwell.config.stages import DEFAULT_PIPELINE, StageConfig, check_order
+from stepwell.config.strict import NAME_PATTERN, Strict
 from stepwell.config.tiers import (
-    NAME_PATTERN,
+    DeclaredTier,
     DirectoryTier,
     MemoryTier,
     OnError,
+    PeersTier,
     RemoteTier,
-    Strict,
     TierConfig,
 )
 from stepwell.errors import ConfigError
@@ -28,6 +38,11 @@ from stepwell.errors import ConfigError
 __all__ = ["Config"]
 
 SHARED_MEMORY = Path("/dev/shm")
+
+if TYPE_CHECKING:
+    _Tiers = tuple[TierConfig, ...]  # `Config._placed` leaves no other kind
+else:
+    _Tiers = tuple[DeclaredTier, ...]
 
 
 class Config(Strict):
@@ -39,8 +54,13 @@ class Config(Strict):
         Name of the run, for people; each run also draws a random one, so two are never mixed up.
     preset : "exact", "compact", "tiercheck" or "fastcheck"
         The pipeline where `pipeline` is not given; see ``stepwell.config.presets``.
+    nodes : tuple of NodeConfig
+        Of the cluster, where tiers of the kind ``peers`` are to be placed; else from ``STEPWELL_NODES``.
+    node : str
+        Which of them this is; empty: ``STEPWELL_NODE``, else the name of the host.
     tiers : tuple of tiers
-        Fastest first. Recovery asks them in this order for the newest step.
+        Fastest first. Recovery asks them in this order for the newest step. In place of one of the kind
+        ``peers`` stand those at the chosen nodes.
     pipeline : tuple of StageConfig
         Names and settings of the stages in order, ``capture`` first, ``commit`` last.
     save_every : int
@@ -76,12 +96,15 @@ class Config(Strict):
     handle_sigterm : bool
         Whether a SIGTERM handler is installed while the well is open.
     keeper : KeeperConfig or None
-        This node's keeper, which is started along with the run.
+        This node's keeper, which is started along with the run. With ``peers`` there is one unless this
+        is None; it listens where `nodes` says.
     """
 
     run: str = Field(default="run", pattern=NAME_PATTERN)
     preset: Literal["exact", "compact", "tiercheck", "fastcheck"] = "exact"
-    tiers: tuple[TierConfig, ...] = Field(strict=False, min_length=1)
+    nodes: tuple[NodeConfig, ...] = Field(default=(), strict=False)
+    node: str = Field(default="", validate_default=True)
+    tiers: _Tiers = Field(strict=False, min_length=1)
     pipeline: tuple[StageConfig, ...] = Field(default=DEFAULT_PIPELINE, strict=False)
     save_every: PositiveInt = 1
     base_every: PositiveInt = 50
@@ -110,6 +133,63 @@ class Config(Strict):
         preset = value.get("preset")
         stages = PRESETS.get(preset) if isinstance(preset, str) else None
         return value if stages is None else {**value, "pipeline": stages}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_nodes(cls, value: object) -> object:
+        """Where copies are placed, take nodes from the environment and add a keeper, unless they are told."""
+        tiers = value.get("tiers") if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping) or not isinstance(tiers, Sequence):
+            return value
+        if not any(isinstance(tier, Mapping) and tier.get("kind") == "peers" for tier in tiers):
+            return value
+        return {"nodes": nodes_of_environment(), "keeper": {}, **value}
+
+    @field_validator("nodes")
+    @classmethod
+    def _one_name_each(cls, nodes: tuple[NodeConfig, ...]) -> tuple[NodeConfig, ...]:
+        names = [node.name for node in nodes]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"two nodes are called {doubled[0]!r}")
+        return nodes
+
+    @field_validator("node")
+    @classmethod
+    def _known(cls, node: str, info: ValidationInfo) -> str:
+        nodes = info.data.get("nodes")
+        return own_node(nodes, node).name if nodes else node
+
+    @field_validator("tiers")
+    @classmethod
+    def _placed(
+        cls, tiers: tuple[TierConfig | PeersTier, ...], info: ValidationInfo
+    ) -> tuple[TierConfig, ...]:
+        """Put the tiers at the chosen nodes in the place of ``peers``."""
+        nodes, name = info.data.get("nodes"), info.data.get("node")
+        placed: list[TierConfig] = []
+        for tier in tiers:
+            if not isinstance(tier, PeersTier):
+                placed.append(tier)
+            elif nodes and name is not None:
+                placed += tier.peers(nodes, own_node(nodes, name))
+            elif nodes == ():
+                raise ValueError(
+                    f"the kind 'peers' needs `nodes`, or {NODES_VARIABLE} in the environment; one node "
+                    "alone is of the kind 'peer'"
+                )
+        return tuple(placed)
+
+    @field_validator("keeper")
+    @classmethod
+    def _at_its_node(cls, keeper: KeeperConfig | None, info: ValidationInfo) -> KeeperConfig | None:
+        nodes, name = info.data.get("nodes"), info.data.get("node")
+        if keeper is None or not nodes or name is None:
+            return keeper
+        own = own_node(nodes, name)
+        told = keeper.model_fields_set
+        update = {"listen": own.address, "name": own.name}
+        return keeper.model_copy(update={key: value for key, value in update.items() if key not in told})
 
     @field_validator("tiers")
     @classmethod

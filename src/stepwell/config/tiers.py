@@ -5,36 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from stepwell.config.addresses import parse_address
 from stepwell.config.faults import plugin_names
 from stepwell.config.file import local_path
+from stepwell.config.nodes import NodeConfig, Placement, holders
+from stepwell.config.strict import NAME_PATTERN, Strict
 from stepwell.stores.remote_options import RemoteOptions
 from stepwell.stores.remote_url import check_endpoint, check_remote_url
 
 __all__ = [
-    "NAME_PATTERN",
+    "DeclaredTier",
     "DirectoryTier",
     "MemoryTier",
     "OnError",
     "PeerTier",
+    "PeersTier",
     "PluginTier",
     "RemoteTier",
-    "Strict",
     "TierConfig",
+    "TlsFiles",
 ]
 
 OnError = Literal["raise", "degrade", "retry"]
 BaseLayout = Literal["tree", "pack"]
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-
-
-class Strict(BaseModel):
-    """No unknown keys, no silent conversions (``true`` is not 1), no change after loading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class _Tier(Strict):
@@ -245,6 +240,46 @@ class PeerTier(_Tier):
         return [parse_address(text) for text in self.address]
 
 
+class PeersTier(Strict):
+    """Copies at other nodes of a cluster, chosen from its `nodes`; becomes a peer tier for each of them.
+
+    Attributes
+    ----------
+    copies : int
+    placement : "auto", "adjacent" or "racks"
+        See ``stepwell.config.nodes.holders``.
+    secret_file, tls, keep, on_error, log_budget, call_s
+        Those of each peer tier.
+    """
+
+    kind: Literal["peers"]
+    copies: int = Field(default=1, ge=1)
+    placement: Placement = "auto"
+    secret_file: str | None = None
+    tls: TlsFiles | None = None
+    keep: int = Field(default=2, ge=1)
+    on_error: OnError | None = "degrade"
+    log_budget: float = Field(default=0.0, ge=0)
+    call_s: float = Field(default=60.0, gt=0)
+
+    def peers(self, nodes: tuple[NodeConfig, ...], own: NodeConfig) -> list[PeerTier]:
+        """Return the peer tiers that this stands for at one node.
+
+        Raises
+        ------
+        ValueError
+            The nodes do not suffice.
+        """
+        same = {
+            name: getattr(self, name) for name in type(self).model_fields if name in PeerTier.model_fields
+        }
+        same.pop("kind")
+        return [
+            PeerTier(**same, name=node.name, keeper=node.name, address=node.address)
+            for node in holders(nodes, own, self.copies, self.placement)
+        ]
+
+
 class PluginTier(_Tier):
     """A tier whose store a third party registered in the entry-point group ``stepwell.stores``.
 
@@ -261,16 +296,20 @@ class PluginTier(_Tier):
 def _tier_tag(value: object) -> str | None:
     """Decide which model a tier is read by; None where the kind is missing or unknown."""
     kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
-    if kind in ("memory", "directory", "peer", "remote"):
+    if kind in ("memory", "directory", "peer", "peers", "remote"):
         return str(kind)
     return "plugin" if kind in plugin_names("stepwell.stores") else None
 
 
-TierConfig = Annotated[
+TierConfig = MemoryTier | DirectoryTier | PeerTier | RemoteTier | PluginTier
+
+DeclaredTier = Annotated[
     Annotated[MemoryTier, Tag("memory")]
     | Annotated[DirectoryTier, Tag("directory")]
     | Annotated[PeerTier, Tag("peer")]
+    | Annotated[PeersTier, Tag("peers")]
     | Annotated[RemoteTier, Tag("remote")]
     | Annotated[PluginTier, Tag("plugin")],
     Discriminator(_tier_tag),
 ]
+"""As they are written."""

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from stepwell.config.keeper import KeeperConfig
-from stepwell.config.tiers import Strict
+from stepwell.config.strict import Strict
 from stepwell.errors import StepwellError
-from stepwell.keeper.keeper import KeeperOptions, keep, keeper_directory, keeper_name
+from stepwell.keeper.configured import options_of
+from stepwell.keeper.keeper import keep
 from stepwell.keeper.record import KeeperRecord
 from stepwell.pipeline.records import Link
-from stepwell.stores.transport.secret import RunSecret
-from stepwell.stores.transport.tls import MutualTls
 
 
 class Told(Strict):
@@ -44,24 +44,8 @@ def main() -> int:
     """Keep until there is nothing to keep."""
     try:
         told = Told.model_validate_json(sys.stdin.buffer.read())
-        keeper, tls = told.keeper, told.keeper.tls
-        options = KeeperOptions(
-            run=told.run,
-            name=keeper_name(keeper),
-            hosts=[host for host, _ in keeper.addresses],
-            port=keeper.addresses[0][1],
-            directory=keeper_directory(keeper, told.run),
-            secret=RunSecret.from_environment()
-            if keeper.secret_file is None
-            else RunSecret.from_file(keeper.secret_file),
-            tls=None
-            if tls is None
-            else MutualTls(certificate=tls.certificate, key=tls.key, authority=tls.authority),
-            budget_bytes=keeper.budget_bytes,
-            finish=[Path(directory) for directory in told.finish],
-            linger_s=keeper.linger_s,
-            trainer=told.trainer,
-        )
+        options = options_of(told.keeper, told.run, [Path(directory) for directory in told.finish])
+        options = replace(options, linger_s=told.keeper.linger_s, trainer=told.trainer)
         asyncio.run(keep(options, _ready, _finished, _failed))
     except (ValidationError, StepwellError) as error:
         _say(" ".join(str(error).split()))

@@ -8,13 +8,14 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from stepwell.config import Config, KeeperConfig, PeerTier
+from stepwell.config import Config
 from stepwell.errors import ConfigError, FormatError, MissingObjectError, StepwellError
-from stepwell.keeper.keeper import ARENA_NAME, keeper_directory
+from stepwell.keeper.configured import completed, finished_by, keeper_directory
+from stepwell.keeper.keeper import ARENA_NAME
 from stepwell.keeper.record import LOG_NAME, KeeperRecord
 from stepwell.stores.arena_files import LOCK_NAME
 from stepwell.stores.lock import owner_of
@@ -39,10 +40,10 @@ class Attendant:
     def __init__(self, config: Config) -> None:
         keeper = config.keeper
         assert keeper is not None
-        self._keeper = _completed(keeper, config)
+        self._keeper = completed(keeper, config)
         self._run = config.run
         self._directory = keeper_directory(self._keeper, config.run)
-        self._finish = [] if config.memory is None else [str(config.arena_directory(config.memory))]
+        self._finish = list(map(str, finished_by(config)))
         self._child: int | None = None
         self._closed = threading.Event()
 
@@ -226,17 +227,6 @@ def stop_keeper(directory: Path, deadline_s: float = 30.0) -> bool:
             raise StepwellError(f"the keeper in {directory}, process {owner}, did not end")
         time.sleep(POLL_S)
     return True
-
-
-def _completed(keeper: KeeperConfig, config: Config) -> KeeperConfig:
-    """Fill in from the peer tiers what proves to peers who this is."""
-    peers: Sequence[PeerTier] = [tier for tier in config.tiers if isinstance(tier, PeerTier)]
-    found = {
-        name: next((value for peer in peers if (value := getattr(peer, name)) is not None), None)
-        for name in ("secret_file", "tls")
-        if getattr(keeper, name) is None
-    }
-    return keeper.model_copy(update=found)
 
 
 def _reaped(child: int) -> bool:

@@ -7,14 +7,12 @@ import hashlib
 import os
 import secrets
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from stepwell.config.keeper import KeeperConfig
 from stepwell.errors import ConfigError, NoSpaceError, StepwellError
 from stepwell.keeper.finishing import LOOK_EVERY_S, finish_for
 from stepwell.keeper.record import KeeperRecord, forget_keeper
@@ -29,7 +27,7 @@ from stepwell.stores.transport.server import PeerServer
 from stepwell.stores.transport.settings import Identity, Limits
 from stepwell.stores.transport.tls import MutualTls
 
-__all__ = ["ARENA_NAME", "KeeperOptions", "default_directory", "keep", "keeper_directory", "keeper_name"]
+__all__ = ["ARENA_NAME", "KeeperOptions", "default_directory", "keep"]
 
 ARENA_NAME = "held"
 SHARED_MEMORY = Path("/dev/shm")
@@ -74,18 +72,6 @@ class KeeperOptions:
     finish: Sequence[Path] = ()
     linger_s: float | None = None
     trainer: int | None = None
-
-
-def keeper_name(config: KeeperConfig) -> str:
-    """Return the name of the node of a configured keeper."""
-    return config.name or socket.gethostname()
-
-
-def keeper_directory(config: KeeperConfig, run: str) -> Path:
-    """Return where a configured keeper's record and arena lie; see `default_directory`."""
-    if config.directory is not None:
-        return Path(config.directory)
-    return default_directory(run, keeper_name(config))
 
 
 def default_directory(run: str, name: str) -> Path:
