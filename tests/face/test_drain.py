@@ -163,7 +163,7 @@ def test_a_directory_of_another_run_is_refused_and_nothing_is_written(
     assert run.memory.exists()
 
 
-@pytest.mark.filterwarnings("default:.*the run is known from what else is there")
+@pytest.mark.filterwarnings("ignore:.*the run is known from what else is there")
 @pytest.mark.parametrize("fraction", [0.02, 0.5, 0.98])
 @pytest.mark.parametrize(
     "damaged",
