@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -21,6 +22,7 @@ from keeper_rig import make_secret
 import stepwell
 from stepwell.cli.app import run as run_command
 from stepwell.errors import ConfigError
+from stepwell.keeper import keeper as keeper_module
 from stepwell.keeper.attend import stop_keeper
 from stepwell.keeper.keeper import ARENA_NAME
 from stepwell.keeper.record import KeeperRecord
@@ -28,6 +30,7 @@ from stepwell.pipeline.keys import parse_key
 from stepwell.stores.arena import Arena
 from stepwell.stores.arena_files import LOCK_NAME
 from stepwell.stores.lock import owner_of
+from stepwell.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -236,3 +239,18 @@ def test_config_of_a_keeper_is_checked(node: Started) -> None:
         stepwell.open_sync(node.run.config(), model=Job().model)
     assert "one port for all addresses" in str(caught.value)
     assert "linger_s" in str(caught.value), "did you mean"
+
+
+def test_what_came_while_it_was_ending_stays(memory_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was acknowledged: nobody needed the keeper a moment before."""
+    key = "000001-0123456789abcdef/step/000000000000/rank-00000.pack"
+
+    async def brought(options: object, stopped: object, server: object, arena: Arena) -> None:
+        await MemoryStore(arena).put(key, [b"a save"])
+
+    monkeypatch.setattr(keeper_module, "_needed", brought)
+    options = keeper_module.KeeperOptions("run", "here", ["127.0.0.1"], 0, memory_directory / "keeper")
+    asyncio.run(keeper_module.keep(options, lambda record: None))
+    with Arena.inspect(options.directory / ARENA_NAME) as arena:
+        assert arena.find(key) is not None
+    assert KeeperRecord.read(options.directory).name == "here"

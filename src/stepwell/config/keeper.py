@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from stepwell.config.addresses import parse_address
+from stepwell.config.addresses import Addresses, parse_address
 from stepwell.config.file import local_path
 from stepwell.config.strict import NAME_PATTERN, Strict
 from stepwell.config.tiers import TlsFiles
@@ -37,18 +37,13 @@ class KeeperConfig(Strict):
     linger_s : float
     """
 
-    listen: tuple[str, ...] = Field(default=("127.0.0.1:0",), strict=False, min_length=1)
+    listen: Addresses = ("127.0.0.1:0",)
     name: str = Field(default="", pattern=rf"^$|{NAME_PATTERN}")
     secret_file: str | None = None
     tls: TlsFiles | None = None
     budget_bytes: int | None = Field(default=None, ge=1)
     directory: str | None = None
     linger_s: float = Field(default=60.0, ge=0)
-
-    @field_validator("listen", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("listen")
     @classmethod

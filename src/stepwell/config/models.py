@@ -148,10 +148,8 @@ class Config(Strict):
     @field_validator("nodes")
     @classmethod
     def _one_name_each(cls, nodes: tuple[NodeConfig, ...]) -> tuple[NodeConfig, ...]:
-        names = [node.name for node in nodes]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"two nodes are called {doubled[0]!r}")
+        if doubled := _doubled([node.name for node in nodes]):
+            raise ValueError(f"two nodes are called {doubled!r}")
         return nodes
 
     @field_validator("node")
@@ -194,10 +192,8 @@ class Config(Strict):
     @field_validator("tiers")
     @classmethod
     def _names_differ(cls, tiers: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
-        labels = [tier.label for tier in tiers]
-        doubled = sorted({label for label in labels if labels.count(label) > 1})
-        if doubled:
-            raise ValueError(f"two tiers are called {doubled[0]!r}; give each its own `name`")
+        if doubled := _doubled([tier.label for tier in tiers]):
+            raise ValueError(f"two tiers are called {doubled!r}; give each its own `name`")
         if sum(isinstance(tier, MemoryTier) for tier in tiers) > 1:
             raise ValueError("a process has one memory tier at most")
         return tiers
@@ -267,3 +263,8 @@ class Config(Strict):
     def error_policy(self, tier: TierConfig) -> OnError:
         """Return what a failure of `tier` does."""
         return tier.on_error or self.on_error
+
+
+def _doubled(names: Sequence[str]) -> str | None:
+    """Return a name that is there twice, the first by the alphabet."""
+    return min((name for name in names if names.count(name) > 1), default=None)

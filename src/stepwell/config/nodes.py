@@ -8,9 +8,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from stepwell.config.addresses import parse_address
+from stepwell.config.addresses import Addresses
 from stepwell.config.strict import NAME_PATTERN, Strict
 
 __all__ = [
@@ -42,20 +42,8 @@ class NodeConfig(Strict):
     """
 
     name: str = Field(pattern=NAME_PATTERN)
-    address: tuple[str, ...] = Field(strict=False, min_length=1)
+    address: Addresses
     rack: str = ""
-
-    @field_validator("address", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("address")
-    @classmethod
-    def _checked_address(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for text in value:
-            parse_address(text)
-        return value
 
 
 def nodes_of_environment(environment: Mapping[str, str] = os.environ) -> list[dict[str, object]]:

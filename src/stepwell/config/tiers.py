@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from stepwell.config.addresses import parse_address
+from stepwell.config.addresses import Addresses, parse_address
 from stepwell.config.faults import plugin_names
 from stepwell.config.file import local_path
 from stepwell.config.nodes import NodeConfig, Placement, holders
@@ -209,25 +209,13 @@ class PeerTier(_Tier):
     """
 
     kind: Literal["peer"] = "peer"
-    address: tuple[str, ...] = Field(strict=False, min_length=1)
+    address: Addresses
     keeper: str | None = None
     secret_file: str | None = None
     tls: TlsFiles | None = None
     on_error: OnError | None = "degrade"
     log_budget: float = Field(default=0.0, ge=0)
     call_s: float = Field(default=60.0, gt=0)
-
-    @field_validator("address", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("address")
-    @classmethod
-    def _checked_address(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for text in value:
-            parse_address(text)
-        return value
 
     @field_validator("secret_file")
     @classmethod

@@ -45,6 +45,7 @@ class Attendant:
         self._directory = keeper_directory(self._keeper, config.run)
         self._finish = list(map(str, finished_by(config)))
         self._child: int | None = None
+        self._watched = False
         self._closed = threading.Event()
 
     def start(self) -> KeeperRecord:
@@ -88,11 +89,14 @@ class Attendant:
         tell : callable
             Told what the trainer should know of; called in that thread.
         """
+        self._watched = True
         threading.Thread(target=self._watch, args=(tell,), name="stepwell-attendant", daemon=True).start()
 
     def close(self) -> None:
         """Leave the keeper to itself."""
         self._closed.set()
+        if not self._watched:
+            self.watch(lambda text: None)  # takes note of its end, and no more
 
     def _watch(self, tell: Callable[[str], None]) -> None:
         pause_s = 1.0

@@ -167,6 +167,8 @@ async def keep(
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
             store.close()
+        # Once more, now that nobody can bring anything: what came meanwhile was acknowledged.
+        unneeded = unneeded and not _holds_saves(arena)
         if unneeded:
             forget_keeper(options.directory)
             arena.remove()
@@ -191,9 +193,14 @@ async def _needed(options: KeeperOptions, stopped: asyncio.Event, server: PeerSe
             or os.getppid() == options.trainer
             or any(owner_of(directory / LOCK_NAME) is not None for directory in options.finish)
             or any(has_captures(directory) for directory in options.finish)
-            or any(key.series is not None for key in filter(None, map(parse_key, arena.keys())))
+            or _holds_saves(arena)
         ):
             needed = loop.time()
+
+
+def _holds_saves(arena: Arena) -> bool:
+    """Whether more than records lies there; an object whose key is none of ours counts, too."""
+    return any(key is None or key.series is not None for key in map(parse_key, arena.keys()))
 
 
 @dataclass(frozen=True, slots=True)
